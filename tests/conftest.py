@@ -1,6 +1,6 @@
-"""Shared fixtures: a tiny Llama and its tokenizer made in memory, and a test process that reaches no network.
+"""Shared fixtures: a tiny Llama and its tokenizer made in memory, in a process without network.
 
-Nothing here imports torch before a fixture asks for it, so that tests of help, recipes and messages stay light.
+Nothing here imports torch before a fixture asks for it, so that tests of help and messages stay light.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def _make_llama(**changes: Any) -> LlamaForCausalLM:
         "num_key_value_heads": 2,
         "max_position_embeddings": 512,
         "tie_word_embeddings": False,
-        "initializer_range": 0.2,  # answers differ from token to token, which 0.02 at this width does not give
+        "initializer_range": 0.2,  # wide enough that the next token depends on the ones before
         "pad_token_id": 0,
         "bos_token_id": 1,
         "eos_token_id": 3,
@@ -167,7 +167,7 @@ def _make_llama(**changes: Any) -> LlamaForCausalLM:
 
 @pytest.fixture
 def tiny_llama() -> Callable[..., LlamaForCausalLM]:
-    """A function that builds a two-layer fp32 Llama, the same weights each time; keywords change its config."""
+    """A function that builds a two-layer fp32 Llama, always the same; keywords change its config."""
     return _make_llama
 
 
@@ -181,5 +181,5 @@ def _model_folder(tmp_path_factory: pytest.TempPathFactory, _tokenizer_folder: P
 
 @pytest.fixture
 def tiny_model_dir(_model_folder: Path, tmp_path: Path) -> Path:
-    """A folder of the tiny Llama and its tokenizer (config, safetensors, template), a fresh copy each time."""
+    """A fresh folder of the tiny Llama and its tokenizer: config, safetensors, template."""
     return shutil.copytree(_model_folder, tmp_path / "tiny_model")
