@@ -61,8 +61,8 @@ class LoopSettings:
     Attributes:
         learning_rate: Peak rate, scaled by the schedule's factor.
         max_grad_norm: Largest global L2 norm of a step's gradient; 0 does not clip.
-        eval_every_steps: Steps between evaluations, or None for none during training.
-        save_every_steps: Steps between checkpoints; the last step always saves.
+        eval_every_steps: Steps between evaluations, or None for one after the last step.
+        save_every_steps: Steps between checkpoints; the last step and the best evaluation save as well.
     """
 
     learning_rate: float
@@ -78,15 +78,16 @@ class Hooks:
     Attributes:
         batch: Example indices to a batch on the CPU.
         loss: Model and batch to the sum of the token losses over supervised labels, nats.
-        evaluate: Fields of an evaluation, `eval_loss` among them; None without validation data.
-        save: Write a checkpoint of the step given; told the evaluation that was made after it, if any.
+        evaluate: Step to the fields of an evaluation, `eval_loss` and `eval_is_best` among them; None without
+            validation data.
+        save: Write a checkpoint of the step given.
         logged: Told the metrics of each step.
     """
 
     batch: Callable[[Sequence[int]], Batch]
     loss: Callable[[Any, Batch], torch.Tensor]
-    evaluate: Callable[[], dict[str, Any]] | None
-    save: Callable[[int, dict[str, Any]], None]
+    evaluate: Callable[[int], dict[str, Any]] | None
+    save: Callable[[int], None]
     logged: Callable[[StepMetrics], None]
 
 
@@ -170,8 +171,8 @@ def run_steps(
 
         last = step == plan.total_steps
         every = settings.eval_every_steps
-        due = every is not None and (step % every == 0 or last)
-        evaluation = hooks.evaluate() if due and hooks.evaluate is not None else {}
+        due = last or (every is not None and step % every == 0)
+        evaluation = hooks.evaluate(step) if due and hooks.evaluate is not None else {}
         hooks.logged(
             StepMetrics(
                 step=step,
@@ -187,8 +188,8 @@ def run_steps(
                 eval=evaluation,
             )
         )
-        if evaluation or last or stop or step % settings.save_every_steps == 0:
-            hooks.save(step, evaluation)
+        if last or stop or step % settings.save_every_steps == 0 or evaluation.get("eval_is_best"):
+            hooks.save(step)
         steps_done = step
         if stop:
             break
