@@ -33,6 +33,11 @@ class Mark:
     column: int | None = None
 
     @property
+    def where(self) -> tuple[str, int | None, int | None]:
+        """File, line and column, in the order a `Fault` takes them."""
+        return self.file, self.line, self.column
+
+    @property
     def place(self) -> str:
         """`line:column`, or the file's name where there are no lines."""
         return self.file if self.line is None else f"{self.line}:{self.column}"
@@ -51,7 +56,7 @@ class Scalar:
 
 
 @dataclass(frozen=True, slots=True)
-class Sequence:
+class Items:
     """A list of nodes."""
 
     mark: Mark
@@ -78,7 +83,7 @@ class Mapping:
     levels: int = 1
 
 
-Node: TypeAlias = "Scalar | Sequence | Mapping"
+Node: TypeAlias = "Scalar | Items | Mapping"
 
 
 class _Refused(Exception):
@@ -166,7 +171,7 @@ class _Builder:
 
     def _fault(self, code: str, event: Any, message: str, hint: str | None = None) -> Fault:
         mark = self.mark_at(event.start_mark.index)
-        return Fault(code, message, mark.file, mark.line, mark.column, hint=hint)
+        return Fault(code, message, *mark.where, hint=hint)
 
     def _start(self, event: Any) -> None:
         """Take in a scalar, or open a collection."""
@@ -200,7 +205,7 @@ class _Builder:
         if done.is_mapping:
             node = Mapping(done.mark, self._entries(done.children), size, levels)
         else:
-            node = Sequence(done.mark, done.children, size, levels)
+            node = Items(done.mark, done.children, size, levels)
         if done.anchor is not None:
             self.anchors[done.anchor] = node
         self._add(node, event)
@@ -243,7 +248,7 @@ class _Builder:
         entries: dict[str, Entry] = {}
         for key, value in zip(children[::2], children[1::2], strict=True):
             mark = key.mark
-            where = (mark.file, mark.line, mark.column)
+            where = mark.where
             if not isinstance(key, Scalar):
                 self.faults.append(
                     Fault(

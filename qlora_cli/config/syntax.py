@@ -62,9 +62,7 @@ def control_fault(character: str, mark: Mark) -> Fault:
     return Fault(
         "control-character",
         f"control character U+{ord(character):04X}",
-        mark.file,
-        mark.line,
-        mark.column,
+        *mark.where,
         hint="remove it, or write it as an escape in double quotes",
     )
 
@@ -87,14 +85,14 @@ def explain(error: yaml.MarkedYAMLError, text: str, mark_at: Callable[[int], Mar
     tab = _tab_before(text, index)
     if tab is not None:
         mark = mark_at(tab)
-        return Fault("tab-indentation", "a tab stands where YAML takes spaces only", mark.file, mark.line,
-                     mark.column, hint="indent with spaces")  # fmt: skip
+        message = "a tab stands where YAML takes spaces only"
+        return Fault("tab-indentation", message, *mark.where, hint="indent with spaces")
     if any(part in problem for part in _FROM_START) and opened:
         index = opened.index
     message, hint = _words(problem, error.context or "", text[index : index + 1])
     mark = mark_at(index)
     message = message.replace("{opened}", mark_at(opened.index if opened else 0).place)
-    return Fault("yaml-syntax", message, mark.file, mark.line, mark.column, hint=hint)
+    return Fault("yaml-syntax", message, *mark.where, hint=hint)
 
 
 def _words(problem: str, context: str, character: str) -> tuple[str, str | None]:
