@@ -141,10 +141,13 @@ def _chat(row: Row, faults: list[Fault]) -> _Shaped:
             faults.append(row.origin.fault("not-a-message", problem))
             continue
         message = _from_value(entry) if "from" in entry and "role" not in entry else dict(entry)
-        trained.append(_is_trained(message, place, row.origin, faults))
+        is_trained = _is_trained(message, place, row.origin, faults)
         _check_role(message, entry, place, row.origin, faults)
-        _check_content(message, "value" if "from" in entry else "content", place, row.origin, faults)
+        _check_content(message, "value" if "value" in entry else "content", place, row.origin, faults)
+        if is_trained and _is_empty_answer(message):
+            faults.append(row.origin.fault("empty-answer", f"the answer `{place}` is empty"))
         messages.append(message)
+        trained.append(is_trained)
     return messages, trained
 
 
@@ -168,6 +171,8 @@ def _instruction(row: Row, faults: list[Fault]) -> _Shaped:
     question = "\n\n".join(part for part in (texts["instruction"], texts["input"]) if part.strip())
     if not question:
         faults.append(row.origin.fault("missing-field", "`instruction` and `input` are both empty"))
+    if not texts["output"].strip():
+        faults.append(row.origin.fault("empty-answer", "`output` is empty"))
     messages: list[dict[str, Any]] = (
         [{"role": "system", "content": texts["system"]}] if texts["system"] else []
     )
@@ -223,6 +228,13 @@ def _check_content(
         )
 
 
+def _is_empty_answer(message: Mapping[str, Any]) -> bool:
+    """Whether a message of the assistant says nothing and calls no tool."""
+    content = message.get("content")
+    is_silent = isinstance(content, str) and not content.strip() and not message.get("tool_calls")
+    return message.get("role") == "assistant" and is_silent
+
+
 def _is_text_part(part: Any) -> bool:
     """Whether a part of a list of contents is text."""
     return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
@@ -264,11 +276,7 @@ def _nothing_to_learn(origin: Origin, messages: list[dict[str, Any]], trained: l
     if not any(trained[index] for index in answers):
         text = "every `assistant` message has `train: false` or weight 0, so this row teaches nothing"
         return [origin.fault("nothing-supervised", text)]
-    return [
-        origin.fault("empty-answer", f"the answer in message {index + 1} is empty")
-        for index in answers
-        if trained[index] and not messages[index]["content"].strip() and not messages[index].get("tool_calls")
-    ]
+    return []
 
 
 def _shown(value: Any) -> str:

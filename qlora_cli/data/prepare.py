@@ -18,7 +18,7 @@ from qlora_cli.data.examples import Detected, Example, detect_format, to_example
 from qlora_cli.data.rendering import Renderer
 from qlora_cli.data.report import DataReport, SourceReport
 from qlora_cli.data.rows import Conversations, TokenizedRows
-from qlora_cli.data.sources import Source, fingerprint, read_rows
+from qlora_cli.data.sources import Source, read_rows
 from qlora_cli.data.templates import IGNORED, LOSS_ON, Noted, Tokenized, check_tokenizer, tokenize_all
 from qlora_cli.errors import Fault
 
@@ -79,7 +79,7 @@ def prepare(
             for example, tokens in maker.examples(source, source_report, found):
                 conversations.append(example)
                 examples.append(tokens)
-            faults += sorted(found, key=lambda fault: fault.line or 0)
+            faults += sorted(found, key=_row_of)
     if not faults and not len(examples):
         text = "no row is left to train on" if sources else "no source is given"
         faults.append(Fault("no-rows-left", text, file=reports[0].path if reports else None))
@@ -110,14 +110,17 @@ def split_fraction(split: Split, fraction: float, seed: int) -> tuple[Split, Spl
     for index, example in enumerate(split.conversations):
         groups.setdefault(conversation_key(example), []).append(index)
     order = sorted(groups, key=lambda key: sha256(seed.to_bytes(16, "little", signed=True) + key).digest())
-    wanted = round(fraction * len(split.examples))
+    wanted = max(1, round(fraction * len(split.examples)))
     taken: set[int] = set()
     for key in order if fraction else ():
-        if not taken or len(taken) + len(groups[key]) <= wanted:
+        if len(taken) + len(groups[key]) <= wanted:
             taken.update(groups[key])
+    if fraction and groups and not taken:
+        taken.update(groups[min(order, key=lambda key: len(groups[key]))])
     kept = [index for index in range(len(split.examples)) if index not in taken]
-    training, validation = _select(split, kept), _select(split, sorted(taken))
-    origins = tuple(example.origin for example in validation.examples)
+    training = _select(split, kept)
+    validation = replace(_select(split, sorted(taken)), faults=(), warnings=())  # training carries them
+    origins = tuple(example.origin for example in validation.conversations)
     training = replace(training, report=replace(training.report, held_out=origins))
     if fraction and not kept:
         message = f"`data.validation.fraction` {fraction} leaves nothing to train on"
@@ -159,11 +162,10 @@ class _Maker:
             if len(faults) > MAX_FAULTS:
                 break
         if len(faults) > MAX_FAULTS:
+            faults.sort(key=_row_of)
             del faults[MAX_FAULTS:]
-            message = f"has more than {MAX_FAULTS} faults; the rest of it was not read"
+            message = f"has more than {MAX_FAULTS:,} faults; the rest is not listed"
             faults.append(Fault("too-many-faults", message, file=report.path, line=faults[-1].line))
-        elif report.num_read:
-            report.sha256 = fingerprint(source.path)
 
     def _conversations(self, source: Source, report: SourceReport, faults: list[Fault]) -> Iterator[Example]:
         """The rows of a source that can be shaped into a conversation."""
@@ -207,6 +209,11 @@ class _Maker:
         return tokens
 
 
+def _row_of(fault: Fault) -> int:
+    """Sorts faults in file order; those of the whole file come first."""
+    return fault.line or 0
+
+
 def _count(tokens: Tokenized, report: SourceReport) -> None:
     """Add an example to the numbers of its source."""
     report.num_used += 1
@@ -218,11 +225,12 @@ def _count(tokens: Tokenized, report: SourceReport) -> None:
 def _select(split: Split, indices: Sequence[int]) -> Split:
     """A part of a split, its report counting what is used of it."""
     examples = split.examples.select(indices)
-    reports = {
-        (report.path, report.name): replace(report, num_used=0, num_tokens=0, num_supervised=0, longest=0)
+    reports = tuple(
+        replace(report, num_used=0, num_tokens=0, num_supervised=0, longest=0)
         for report in split.report.sources
-    }
+    )
+    first = {(report.path, report.name): report for report in reversed(reports)}  # a file may be listed twice
     for tokens in examples:
-        _count(tokens, reports[tokens.origin.file, tokens.source])
-    report = replace(split.report, sources=tuple(reports.values()))
+        _count(tokens, first[tokens.origin.file, tokens.source])
+    report = replace(split.report, sources=reports)
     return replace(split, examples=examples, conversations=split.conversations.select(indices), report=report)

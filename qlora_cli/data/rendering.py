@@ -92,6 +92,7 @@ class Renderer:
             tokenizer: A fast tokenizer with a chat template.
         """
         self.tokenizer = tokenizer
+        self._marked: dict[bool, str | None] = {}
 
     def render(
         self,
@@ -153,12 +154,15 @@ class Renderer:
         Returns:
             The changed source with U+E000 and U+E001 where markers open and close; None without markers.
         """
-        source = str(self.tokenizer.get_chat_template(tools=tools))
-        if "generation" not in source or not _MARKER.search(source):
-            return None
+        key = tools is not None  # a tokenizer may have a template of its own for tools
+        if key not in self._marked:
+            source = str(self.tokenizer.get_chat_template(tools=tools))
+            changed, count = _MARKER.subn(_as_mark, source)
+            self._marked[key] = changed if count else None
+        return self._marked[key]
 
-        def as_mark(marker: re.Match[str]) -> str:
-            mark = "\ue001" if marker[2] else "\ue000"
-            return f"{{%{marker[1]} if true %}}{mark}{{% endif {marker[3]}%}}"
 
-        return _MARKER.sub(as_mark, source)
+def _as_mark(marker: re.Match[str]) -> str:
+    """What takes the place of a generation marker."""
+    mark = "\ue001" if marker[2] else "\ue000"
+    return f"{{%{marker[1]} if true %}}{mark}{{% endif {marker[3]}%}}"

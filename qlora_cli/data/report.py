@@ -50,7 +50,6 @@ class SourceReport:
         path: Its file.
         format: `chat` or `instruction`, empty where no row could tell.
         reason: Why this format.
-        sha256: Fingerprint of the file's bytes.
         num_read: Rows that were found.
         num_used: Examples made of them.
         num_tokens: Tokens of the used examples.
@@ -63,7 +62,6 @@ class SourceReport:
     path: str
     format: str = ""
     reason: str = ""
-    sha256: str = ""
     num_read: int = 0
     num_used: int = 0
     num_tokens: int = 0
@@ -92,7 +90,6 @@ class SourceReport:
             "path": self.path,
             "format": self.format,
             "reason": self.reason,
-            "sha256": self.sha256,
             "rows": {
                 "read": self.num_read,
                 "used": self.num_used,

@@ -12,7 +12,6 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -134,22 +133,6 @@ def read_rows(source: Source, faults: list[Fault]) -> Iterator[Row]:
                 hint="the step that writes this file may have failed; fill it or take it out of the recipe",
             )
         )
-
-
-def fingerprint(path: Path) -> str:
-    """Return the SHA-256 of a file's bytes in hex: equal data has an equal fingerprint.
-
-    Args:
-        path: The file.
-
-    Raises:
-        OSError: If the file cannot be read.
-    """
-    digest = sha256()
-    with path.open("rb") as data:
-        while chunk := data.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def _unknown_type(path: Path) -> Fault:

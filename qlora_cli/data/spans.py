@@ -118,16 +118,11 @@ def lost_texts(example: Example, text: str) -> tuple[bool, bool]:
     """
     thinking = other = False
     for message in example.messages:
-        content = message["content"].strip()
-        if content not in text:
-            if message["role"] == "assistant" and "</think>" in content:
-                thinking = True
-            else:
-                other = True
-        for key in REASONING_KEYS:
-            reasoning = message.get(key)
-            if isinstance(reasoning, str) and reasoning.strip() not in text:
-                thinking = True
+        thoughts, mark, content = message["content"].rpartition("</think>")
+        other = other or content.strip() not in text
+        thoughts = thoughts.replace("<think>", "", 1)
+        given = [thoughts if mark else "", *(message.get(key) for key in REASONING_KEYS)]
+        thinking = thinking or any(isinstance(part, str) and part.strip() not in text for part in given)
     return thinking, other
 
 
