@@ -26,11 +26,13 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "train": Command("train", "train", "Train a LoRA adapter on a 4-bit base."),
-    "eval": Command("eval", "evaluate", "Measure a run: loss and perplexity of base and adapter, right answers."),
+    "eval": Command(
+        "eval", "evaluate", "Measure a run: loss, perplexity and right answers of base and adapter."
+    ),
     "merge": Command("merge", "merge", "Fold the adapter into the base and prove the result."),
     "generate": Command("generate", "generate", "Answer prompts with a run's adapter, or with the base."),
     "recipes": Command("recipes", "app", "Recipes that ship with the package."),
-}  # fmt: skip
+}
 
 
 class Group(TyperGroup):

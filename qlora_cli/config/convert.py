@@ -88,7 +88,7 @@ class _Converter:
             inner = f"{key}.{name}" if key else name
             if name not in kinds:
                 shown = _shown(entry.node) if isinstance(entry.node, Scalar) else None
-                self.draft.faults.append(unknown_key(inner, shown, list(kinds), entry.mark))
+                self.draft.faults.append(unknown_key(key, name, shown, list(kinds), entry.mark))
                 continue
             value = self.value(entry, kinds[name], inner)
             if value is not _REFUSED:
@@ -194,7 +194,7 @@ class _Converter:
     def empty(self, node: Scalar, kind: Kind, key: str) -> Any:
         """Nothing where something is needed."""
         what = f"`{node.text}`" if node.text.strip() else "empty"
-        return self.fault("wrong-type", f"`{key}` is {what}", node.mark, key, accepted=kind.describe())
+        return self.fault("wrong-type", f"`{key}` is {what}", node.mark, key, kind.describe())
 
     def out_of_range(self, node: Scalar, kind: Kind, key: str) -> Any:
         """A number outside the key's range."""
@@ -203,9 +203,10 @@ class _Converter:
 
     def wrong(self, node: Node, kind: Kind, key: str, hint: str | None = None) -> Any:
         """A value of another type or another word."""
+        hint = hint or _shape_hint(node, kind, key.rpartition(".")[2])
         if not isinstance(node, Scalar):
             what = "a list" if isinstance(node, Items) else "a mapping"
-            return self.fault("wrong-type", f"`{key}` is {what}", node.mark, key, accepted=kind.describe())
+            return self.fault("wrong-type", f"`{key}` is {what}", node.mark, key, kind.describe(), hint)
         shown = _shown(node) if node.plain else f'"{_shown(node)}"'
         if kind.words and not (kind.integer or kind.number or kind.flags):
             from difflib import get_close_matches
@@ -218,6 +219,21 @@ class _Converter:
             hint = f"remove the quotes: `{node.text}`"
         message = f"`{key}` is `{shown}`{_not_what(kind)}"
         return self.fault("wrong-type", message, node.mark, key, accepted=kind.describe(), hint=hint)
+
+
+def _shape_hint(node: Node, kind: Kind, name: str) -> str | None:
+    """How to write what was meant, where a value has the right content in the wrong brackets."""
+    text = _shown(node) if isinstance(node, Scalar) else ""
+    item = kind.item.section if kind.item is not None else None
+    if name.isdigit() and kind.section is not None and text:
+        return f"write `{{path: {text}}}`" if "path" in kind.section.model_fields else None
+    if item is not None and "path" in item.model_fields:
+        if text and kind.section is not None and _NUMBER.fullmatch(text):
+            return f"write `{name}: {{fraction: {text}}}`"
+        return f"write `{name}: [{{path: {text or 'FILE'}}}]`"
+    if kind.section is not None and text and "name_or_path" in kind.section.model_fields:
+        return f"write `{name}: {{name_or_path: {text}}}`"
+    return None
 
 
 def _not_what(kind: Kind) -> str:

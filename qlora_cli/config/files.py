@@ -32,15 +32,22 @@ class Merged:
     )
 
 
-def merge(under: Mapping, over: Mapping) -> Mapping:
-    """Lay one mapping over another; marks are those of the value that stays."""
+def merge(under: Mapping, over: Mapping, keeps_marks: bool = False) -> Mapping:
+    """Lay one mapping over another.
+
+    Args:
+        under: What gives way.
+        over: What wins.
+        keeps_marks: Sections that both have keep the place they have in `under`, else in `over`.
+    """
     entries = dict(under.entries)
     for name, entry in over.entries.items():
         below = entries.get(name)
         if below is not None and isinstance(below.node, Mapping) and isinstance(entry.node, Mapping):
-            entry = Entry(entry.mark, merge(below.node, entry.node))
+            mark = below.mark if keeps_marks else entry.mark
+            entry = Entry(mark, merge(below.node, entry.node, keeps_marks))
         entries[name] = entry
-    return Mapping(over.mark, entries)
+    return Mapping(under.mark if keeps_marks else over.mark, entries)
 
 
 def find(config: str) -> tuple[Path, str] | Fault:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 _NEAR = 0.6  # difflib's default: one letter in three may differ
 _NEAR_ELSEWHERE = 0.75  # another section needs a better reason
+_MAX_PLACES = 2  # a key that stands in more places than this is no suggestion
 _PLAIN = re.compile(r"[\w./~+-]{1,40}")
 
 
@@ -58,11 +59,12 @@ def without_indices(key: str) -> str:
     return re.sub(r"\.\d+(?=\.|$)", ".*", key)
 
 
-def unknown_key(key: str, value: str | None, known: list[str], mark: Mark) -> Fault:
+def unknown_key(section: str, name: str, value: str | None, known: list[str], mark: Mark) -> Fault:
     """The fault of a key that its section does not have.
 
     Args:
-        key: Dotted key as it was written.
+        section: Dotted key of the section, empty at the top.
+        name: The key as it was written.
         value: Its value where that is a single one.
         known: Keys that the section has.
         mark: Where the key stands.
@@ -70,7 +72,9 @@ def unknown_key(key: str, value: str | None, known: list[str], mark: Mark) -> Fa
     Returns:
         A fault of code `unknown-key`, `foreign-key` or `not-available-yet`, with what to write as its hint.
     """
-    section, _, name = key.rpartition(".")
+    key = f"{section}.{name}" if section else name
+    on_command_line = mark.line is None
+    known = known if section or on_command_line else ["include", *known]
     where = mark.where
     accepted = ", ".join(known)
     if without_indices(key) in LATER_KEYS:
@@ -79,10 +83,12 @@ def unknown_key(key: str, value: str | None, known: list[str], mark: Mark) -> Fa
         )
     inside = f" in `{section}`" if section else ""
     message = f"unknown key `{name}`{inside}"
-    foreign = _foreign(name, value, section)
+    foreign = _foreign(name, value, section, on_command_line)
     if foreign is not None:
         return Fault("foreign-key", message, *where, key, accepted, foreign)
-    return Fault("unknown-key", message, *where, key, accepted, _nearest(name, value, section, known))
+    return Fault(
+        "unknown-key", message, *where, key, accepted, _nearest(name, value, section, known, on_command_line)
+    )
 
 
 def not_yet_value(key: str, text: str) -> str | None:
@@ -119,35 +125,40 @@ def _names() -> dict[str, tuple[str, str]]:
     return {name: (key, tool) for key, names in NAMES.items() for name, tool in names.items()}
 
 
-def _foreign(name: str, value: str | None, section: str) -> str | None:
+def _foreign(name: str, value: str | None, section: str, on_command_line: bool) -> str | None:
     """The hint for a name of another tool, None where it is none."""
     if name in NOTES and name not in _own_places():
         tool, note = NOTES[name]
-        return f"`{name}` is {_whose(tool)}: {note}"
+        return f"`{name}` is {_whose(tool)} key: {note}"
     if name not in _names():
         return None
     key, tool = _names()[name]
-    return f"`{name}` is {_whose(tool)} name for `{key}`{_write(name, key, value, section)}"
+    return f"`{name}` is {_whose(tool)} name for `{key}`{_write(name, key, value, section, on_command_line)}"
 
 
 def _whose(tool: str) -> str:
     return f"{tool}'" if tool.endswith("s") else f"{tool}'s"
 
 
-def _write(name: str, key: str, value: str | None, section: str) -> str:
+def _write(name: str, key: str, value: str | None, section: str, on_command_line: bool) -> str:
     """`; write ...` with the value where it can stand there, else what the key accepts."""
     kind = all_keys()[key]
     text = VALUES.get(key, {}).get(value.lower(), value) if value is not None else None
     if name in MEANT_BY_TRUE and value is not None and value.lower() in ("true", "yes", "on"):
         text = MEANT_BY_TRUE[name]
-    leaf = key.removeprefix(f"{section}.") if section else key
+
+    def written(value: str) -> str:
+        if on_command_line:
+            return f"; write `--set '{key}={value}'`" if "{" in value else f"; write `--set {key}={value}`"
+        return f"; write `{nested(key.removeprefix(f'{section}.') if section else key, value)}`"
+
     if key == "data.train":
-        return f"; write `{nested(leaf, '[{path: FILE}]')}`"
+        return written("[{path: FILE}]")
     if key == "data.validation":
-        return f"; write `{nested(leaf, '{fraction: 0.02}')}` or a list of files like `train`"
+        return f"{written('{fraction: 0.02}')} or a list of files like `train`"
     if key in UNLIKE or text is None or not _PLAIN.fullmatch(text) or not _fits(kind, text):
         return f"; accepted: {kind.describe()}"
-    return f"; write `{nested(leaf, text)}`{_resident(key, value or '')}"
+    return f"{written(text)}{_resident(key, value or '')}"
 
 
 def _fits(kind: Kind, text: str) -> bool:
@@ -178,22 +189,24 @@ def _own_places() -> dict[str, list[str]]:
     return places
 
 
-def _nearest(name: str, value: str | None, section: str, known: list[str]) -> str | None:
+def _nearest(
+    name: str, value: str | None, section: str, known: list[str], on_command_line: bool
+) -> str | None:
     """The hint for a misspelt or misplaced key of ours, None where nothing is near."""
     if name in all_keys() and "." in name and "*" not in name:
         text = value if value is not None and _PLAIN.fullmatch(value) else "..."
         return f"keys are nested: write `{nested(name, text)}`"
     elsewhere = _own_places().get(name, [])
-    if elsewhere:
+    if 0 < len(elsewhere) <= _MAX_PLACES:
         return f"did you mean {_or(elsewhere)}?"
     near = get_close_matches(name.lower(), known, 1, _NEAR)
     if near:
         return f"did you mean `{near[0]}`?"
     others = get_close_matches(name.lower(), [n for n in _own_places() if len(n) > 3], 1, _NEAR_ELSEWHERE)
-    if others:
+    if others and len(_own_places()[others[0]]) <= _MAX_PLACES:
         return f"did you mean {_or(_own_places()[others[0]])}?"
     theirs = get_close_matches(name.lower(), [*_names()], 1, 0.85)
-    return _foreign(theirs[0], value, section) if theirs else None
+    return _foreign(theirs[0], value, section, on_command_line) if theirs else None
 
 
 def _or(keys: list[str]) -> str:

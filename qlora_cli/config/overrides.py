@@ -69,7 +69,7 @@ def apply(root: Mapping, over: Mapping) -> tuple[Mapping, list[str]]:
         if not _is_null(theirs):
             at = f"{theirs.mark.file}:{theirs.mark.place}"
             notes.append(f"`{excluded}` ({at}) is left out because `--set` gives `{given}`")
-    return merge(root, over), notes
+    return merge(root, over, keeps_marks=True), notes
 
 
 def _key_fault(override: str, key: str, equals: str) -> Fault | None:

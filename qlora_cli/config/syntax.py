@@ -86,12 +86,15 @@ def explain(error: yaml.MarkedYAMLError, text: str, mark_at: Callable[[int], Mar
     if tab is not None:
         mark = mark_at(tab)
         message = "a tab stands where YAML takes spaces only"
-        return Fault("tab-indentation", message, *mark.where, hint="indent with spaces")
+        return Fault("tab-indentation", message, *mark.where, hint="write spaces instead")
     if any(part in problem for part in _FROM_START) and opened:
         index = opened.index
     message, hint = _words(problem, error.context or "", text[index : index + 1])
     mark = mark_at(index)
-    message = message.replace("{opened}", mark_at(opened.index if opened else 0).place)
+    start = mark_at(opened.index if opened else 0)
+    message = message.replace(
+        " opened at {opened}", "" if start.line is None else f" opened at {start.place}"
+    )
     return Fault("yaml-syntax", message, *mark.where, hint=hint)
 
 
