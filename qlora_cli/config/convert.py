@@ -115,10 +115,9 @@ class _Converter:
         if isinstance(node, Items) and kind.item is not None:
             return self.items(node, kind, key)
         if isinstance(node, Scalar):
-            if kind.section is not None and node.plain and node.text == "" and not kind.null:
-                return self.section(
-                    Mapping(entry.mark), kind.section, key, entry.mark
-                )  # all keys commented out
+            is_empty = node.plain and node.text == "" and node.mark.line is not None
+            if is_empty and kind.section is not None and not kind.null:  # its keys are commented out
+                return self.section(Mapping(entry.mark), kind.section, key, entry.mark)
             return self.scalar(node, kind, key)
         return self.wrong(node, kind, key)
 

@@ -43,7 +43,7 @@ class Bounds:
         if self.least is not None and high:
             return f"from {low} {high}"
         if self.least is not None:
-            return f"{low} or more"
+            return f"from {low} up"
         return f"{low} and {high}" if low and high else low or high
 
 
