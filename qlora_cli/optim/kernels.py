@@ -78,21 +78,25 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """A map of 256 values with a table that finds the nearest one exactly.
+    """A map of 256 values, with tables that decode two codes and find the nearest code in one look-up each.
 
-    The top 16 bits of a float pick a cell. No cell holds more than one border between two codes, so the
-    code is `base + (x > border)`. The table is made from the exact rule (nearest, ties to the even code),
-    and so carries it.
+    The upper half of a float's bits picks a cell, which holds at most one border between two codes. The
+    cell's entry is made so that, added to the bits, it carries into bit 16 exactly when the lower half is
+    beyond the border; bits 16 to 23 of the sum are the code. Below zero, where the value falls as the bits
+    grow, they are its complement. The tables are filled by the exact rule (nearest, ties to the even
+    code), and so carry it.
 
     Attributes:
         values: (256,) fp32, ascending.
-        base: (65536,) uint8, the lower code of each cell.
-        border: (65536,) fp32, the largest value of the lower code; inf where a cell has one code only.
+        pairs: (65536,) complex64, the values of two neighbouring codes.
+        entries: (65536,) int32, by cell; the cells of negative numbers come first.
+        signed: For the first moment.
     """
 
     values: Tensor
-    base: Tensor
-    border: Tensor
+    pairs: Tensor
+    entries: Tensor
+    signed: bool
 
 
 def dynamic_map(signed: bool) -> Tensor:
@@ -129,63 +133,60 @@ def code_of(signed: bool, device: torch.device) -> Code:
     """
     values = dynamic_map(signed)
     borders = (values[:-1] + values[1:]) * 0.5
-    low_code = torch.arange(255)
-    toward_odd = torch.nextafter(borders, torch.tensor(-math.inf))
-    last_of_low = torch.where(low_code % 2 == 0, borders, toward_odd)  # a tie goes to the even code
-    keys = torch.arange(65536, dtype=torch.int32)
-    first = (keys << 16).view(torch.float32)
-    last = ((keys << 16) | 0xFFFF).view(torch.float32)
-    lowest, highest = torch.minimum(first, last), torch.maximum(first, last)
-    base = torch.searchsorted(last_of_low, lowest)  # border[i - 1] < x <= border[i]
-    top = torch.searchsorted(last_of_low, highest)
-    border = torch.where(top > base, last_of_low[base.clamp(max=254)], math.inf)
-    no_number = (keys & 0x7F80) == 0x7F80  # 0 / 0: a block of zeros
-    assert bool(((top - base <= 1) | no_number).all()), "a cell holds more than one border"
-    if signed:
-        to_zero = (keys >= 0x8000) & (base + (top > base) == ZERO_CODE)
-        border = torch.where(to_zero, math.inf, border)
-        base = torch.where(to_zero, ZERO_CODE - 1, base)
-    base = torch.where(no_number, ZERO_CODE if signed else 0, base)
-    border = torch.where(no_number, math.inf, border)
-    return Code(values.to(device), base.to(torch.uint8).to(device), border.to(device))
+    below = torch.nextafter(borders, torch.tensor(-math.inf))
+    last_of_code = torch.where(torch.arange(255) % 2 == 0, borders, below)  # a tie goes to the even code
+    cell = torch.arange(-32768, 32768, dtype=torch.int32)
+    high = cell << 16
+    near, far = high.view(torch.float32), (high | 0xFFFF).view(torch.float32)  # from zero
+    negative, no_number = cell < 0, (cell & 0x7F80) == 0x7F80  # 0 / 0: a block of zeros
+    near_code, far_code = (torch.searchsorted(last_of_code, x) for x in (near, far))
+    assert bool((((near_code - far_code).abs() <= 1) | no_number).all()), "a cell holds two borders"
+    if signed:  # a negative moment never becomes 0
+        far_code = torch.where(negative & (far_code == ZERO_CODE), ZERO_CODE - 1, far_code)
+        near_code = torch.where(negative & (near_code == ZERO_CODE), ZERO_CODE - 1, near_code)
+    split = (near_code != far_code) & ~no_number
+    border = last_of_code[torch.minimum(near_code, far_code).clamp(max=254)].view(torch.int32) & 0xFFFF
+    last_near = torch.where(split, border - negative.int(), 0xFFFF)  # below zero the border is a far one
+    nothing = ZERO_CODE if signed else 0
+    first_code = torch.where(no_number, nothing, near_code)
+    first_code = torch.where(negative & signed, 255 - first_code, first_code)
+    offset = torch.where(negative, 2**25, 0)  # keeps the entry in range, and leaves the code alone
+    entries = (first_code << 16) + 0xFFFF - last_near - high.long() - offset
+    codes = torch.arange(-32768, 32768, dtype=torch.int16).view(torch.uint8).long()
+    pairs = values[codes].view(torch.complex64)
+    return Code(values.to(device), pairs.to(device), entries.int().to(device), signed)
 
 
 def dequantise(codes: Tensor, absmax: Tensor, signed: bool) -> Tensor:
     """Turn codes into values.
 
     Args:
-        codes: (num_blocks, 256) uint8.
+        codes: (num_blocks, 256) uint8, contiguous.
         absmax: (num_blocks,) fp32.
         signed: Which map.
 
     Returns:
         (num_blocks, 256) fp32.
     """
-    values = code_of(signed, codes.device).values
-    return values.index_select(0, codes.reshape(-1).int()).view(-1, BLOCK) * absmax[:, None]
+    moment = torch.empty(codes.shape, device=codes.device)
+    _load(codes, absmax, code_of(signed, codes.device), moment.view(-1))
+    return moment
 
 
 def quantise(moment: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     """Turn values into codes and one absmax a block.
 
     Args:
-        moment: (num_blocks, 256) fp32, padding zero.
+        moment: (num_blocks, 256) fp32, contiguous, finite, padding zero; >= 0 where not signed.
         signed: Which map.
 
     Returns:
         Codes (num_blocks, 256) uint8 and absmax (num_blocks,) fp32.
     """
-    absmax = moment.abs().amax(1)
-    return _encode((moment / absmax[:, None]).view(-1), code_of(signed, moment.device)).view(
-        -1, BLOCK
-    ), absmax
-
-
-def _encode(scaled: Tensor, code: Code) -> Tensor:
-    """(n,) fp32 in [-1, 1], NaN for a block of zeros, to (n,) uint8."""
-    cell = torch.bitwise_right_shift(scaled.view(torch.int32), 16).bitwise_and_(0xFFFF)
-    above = torch.gt(scaled, code.border.index_select(0, cell))
-    return code.base.index_select(0, cell).add_(above.view(torch.uint8))
+    codes = torch.empty(moment.shape, dtype=torch.uint8, device=moment.device)
+    absmax = moment.new_empty(moment.shape[0])
+    _store(moment.view(-1), codes, absmax, code_of(signed, moment.device), moment.new_empty(moment.numel()))
+    return codes, absmax
 
 
 def chunks(pieces: Sequence[Piece], max_blocks: int) -> Iterator[list[Piece]]:
@@ -296,8 +297,7 @@ class EagerKernel:
             _move_param(param, moment1, moment2, spare, hyper, keep)
             _store(moment1, state["exp_avg"], state["absmax1"], code1, spare)
             _store(moment2, state["exp_avg_sq"], state["absmax2"], code2, spare)
-            lost = state["exp_avg_sq"].eq(0).logical_and_(state["exp_avg"].ne(ZERO_CODE))
-            self._counts[1] += torch.count_nonzero(lost)
+            self._count_zero_v(state["exp_avg"], state["exp_avg_sq"])
         else:
             moment1, moment2 = state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1)
             _advance(grad, moment1, moment2, spare, hyper)
@@ -310,6 +310,11 @@ class EagerKernel:
         if self._scratch is None or self._scratch.shape[1] < num_blocks * BLOCK:
             self._scratch = torch.empty(5, num_blocks * BLOCK, device=self.device)
         return self._scratch[:, : num_blocks * BLOCK].unbind(0)
+
+    def _count_zero_v(self, codes1: Tensor, codes2: Tensor) -> None:
+        if self.device.type == "cpu" and int(codes2.amin()):
+            return
+        self._counts[1] += torch.count_nonzero(codes2.eq(0).logical_and_(codes1.ne(ZERO_CODE)))
 
     def _drop_nonfinite(self, moment1: Tensor, moment2: Tensor) -> Tensor | None:
         """Zero both moments where the new second one is not finite; say where a parameter may move.
@@ -327,15 +332,20 @@ class EagerKernel:
 
 
 def _load(codes: Tensor, absmax: Tensor, code: Code, moment: Tensor) -> None:
-    torch.index_select(code.values, 0, codes.view(-1).int(), out=moment)
+    """Dequantise (num_blocks, 256) codes into a flat fp32 array."""
+    both = codes.view(-1).view(torch.int16).int().add_(32768)
+    torch.index_select(code.pairs, 0, both, out=moment.view(torch.complex64))
     moment.view(-1, BLOCK).mul_(absmax[:, None])
 
 
 def _store(moment: Tensor, codes: Tensor, absmax: Tensor, code: Code, spare: Tensor) -> None:
-    blocks = moment.view(-1, BLOCK)
-    torch.amax(torch.abs(blocks, out=spare.view(-1, BLOCK)), 1, out=absmax)
-    torch.div(blocks, absmax[:, None], out=spare.view(-1, BLOCK))
-    codes.view(-1).copy_(_encode(spare, code))
+    """Quantise a flat fp32 array into (num_blocks, 256) codes and their absmax."""
+    blocks, scaled = moment.view(-1, BLOCK), spare.view(-1, BLOCK)
+    torch.amax(torch.abs(blocks, out=scaled) if code.signed else blocks, 1, out=absmax)
+    bits = torch.div(blocks, absmax[:, None], out=scaled).view(-1).view(torch.int32)
+    cell = torch.bitwise_right_shift(bits, 16).add_(32768)
+    found = code.entries.index_select(0, cell).add_(bits).bitwise_right_shift_(16)
+    codes.view(-1).copy_(found.bitwise_xor_(bits.bitwise_right_shift_(31)) if code.signed else found)
 
 
 def _advance(grad: Tensor, moment1: Tensor, moment2: Tensor, spare: Tensor, hyper: Hyper) -> None:
