@@ -19,12 +19,21 @@ from qlora_cli.data.rendering import Renderer
 from qlora_cli.data.report import DataReport, SourceReport
 from qlora_cli.data.rows import Conversations, TokenizedRows
 from qlora_cli.data.sources import Source, read_rows
-from qlora_cli.data.templates import IGNORED, LOSS_ON, Noted, Tokenized, check_tokenizer, tokenize_all
+from qlora_cli.data.templates import (
+    IGNORED,
+    LOSS_ON,
+    Noted,
+    Tokenized,
+    check_tokenizer,
+    starts_as_generated,
+    tokenize_all,
+)
 from qlora_cli.errors import Fault
 
 OVERLONG = ("error", "drop", "truncate")
 MAX_FAULTS = 1000  # of one source; a file of another kind has one in every row
 
+_PROBED = 8  # rows of a source whose generation prompt is compared with what is trained
 _CHUNK = 1000  # rows; enough for a tokenizer's threads, little in memory
 
 
@@ -157,8 +166,11 @@ class _Maker:
             for noted in tokenize_all(chunk, self.renderer, self.rules.loss_on, faults):
                 tokens = self._fit(noted, report, faults)
                 if tokens is not None:
+                    example = by_row[tokens.origin.row]
+                    if report.num_used < _PROBED and not starts_as_generated(example, tokens, self.renderer):
+                        report.note("prompt-differs", tokens.origin.row)
                     _count(tokens, report)
-                    yield by_row[tokens.origin.row], tokens
+                    yield example, tokens
             if len(faults) > MAX_FAULTS:
                 break
         if len(faults) > MAX_FAULTS:

@@ -34,6 +34,10 @@ _WARNINGS = {  # code → (message after the rows, hint)
         "the chat template writes nothing to close the last answer; the eos token is appended and supervised",
         None,
     ),
+    "prompt-differs": (
+        "the tokens before the answer are not those that generation starts from (first rows compared)",
+        "use a chat template whose generation prompt is what it writes before an answer, to the last blank",
+    ),
     "answer-merges-with-prompt": (
         "the first token of an answer also holds the end of the prompt, so generation begins otherwise",
         "begin the answer without blanks, or end the generation prompt with a special token",

@@ -142,8 +142,9 @@ class Conversations(Sequence[Example]):
     def __getitem__(self, index: int | slice) -> Example | Conversations:
         if isinstance(index, slice):
             return self.select(range(*index.indices(len(self))))
+        index = range(len(self))[index]
         messages, trained, tools = json.loads(self._texts[index])
-        return Example(messages, tuple(trained), tools, *self._places[range(len(self))[index]])
+        return Example(messages, tuple(trained), tools, *self._places[index])
 
     def __iter__(self) -> Iterator[Example]:
         return (self[index] for index in range(len(self)))

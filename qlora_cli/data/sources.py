@@ -1,9 +1,9 @@
 """A data file → its rows, each with its origin: the file and the line a person sees in an editor.
 
-JSON lines are read by our own reader, not by `datasets`: its JSON loader infers one schema for a whole
-file, so it fills keys that a row does not have with null, merges the parameters of different tools, and
-stops at the first broken line (docs/decisions/0002-jsonl-reader.md). A fault of one row never ends the
-reading: every fault of a file is found in one go. This module knows neither chats nor tokenizers.
+JSON lines are read by our own reader, not by `datasets`: its JSON loader infers types for a whole file, so
+a text "007" beside a number becomes 7 and a text that looks like a date becomes one, and it stops at the
+first broken line (docs/decisions/0002-jsonl-reader.md). Here a fault of one row never ends the reading:
+every fault of a file is found in one go. This module knows neither chats nor tokenizers.
 """
 
 from __future__ import annotations

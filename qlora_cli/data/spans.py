@@ -45,11 +45,13 @@ class _Places:
 
     Attributes:
         text: The whole conversation.
+        marks: The marks that were used; None where marks do not work.
         starts: Position of the content of a message, where a mark shows it.
         ends: Position behind the content of a message, where a mark shows it.
     """
 
     text: str
+    marks: Marks | None = None
     starts: dict[int, int] = field(default_factory=dict)
     ends: dict[int, int] = field(default_factory=dict)
 
@@ -75,6 +77,7 @@ def turn_spans(renderer: Renderer, example: Example, wanted: Iterable[int]) -> t
     if spans is None:
         places = _find_marks(renderer, example, text)
         spans = [_turn(renderer, example, places, index) for index in wanted]
+        _refuse_strangers(places, spans)
     for before, after in zip([Span(0, 0, -1), *spans], spans, strict=False):
         if after.start < before.end or after.end <= after.start:
             raise MaskNotFound(f"the turns of messages {before.message + 1} and {after.message + 1} overlap")
@@ -133,6 +136,14 @@ def _header(text: str, prompt_end: int, content: int) -> str:
     return text[:content].rstrip(" ")  # `Assistant: answer`: the blank belongs to the answer's first token
 
 
+def _refuse_strangers(places: _Places, spans: Sequence[Span]) -> None:
+    """Refuse a turn that holds another message's content."""
+    for span in spans:
+        for index, start in places.starts.items():
+            if index != span.message and span.start <= start < span.end:
+                raise MaskNotFound(f"message {index + 1} lies inside the turn of message {span.message + 1}")
+
+
 def _find_marks(renderer: Renderer, example: Example, text: str) -> _Places:
     """Render with marks around every content that has one, and keep those that are beyond doubt."""
     try:
@@ -161,6 +172,7 @@ def _marked(renderer: Renderer, example: Example, marks: Marks, with_start: bool
     plain, starts, ends = marks.take_out(marked)
     return _Places(
         plain,
+        marks,
         {index: at[0] for index, at in starts.items() if len(at) == 1},
         {index: at[0] for index, at in ends.items() if len(at) == 1},
     )
@@ -192,7 +204,7 @@ def _start(renderer: Renderer, example: Example, places: _Places, index: int) ->
     try:
         prompt = renderer.render(before, example.tools, generation_prompt=True)
         if not places.text.startswith(prompt):
-            return content
+            return _start_behind(renderer, example, places, index)
         # What the template writes between prompt and content is for the model to write, unless it is
         # a header that stands there only because the template knows no generation prompt.
         is_apart = content > len(prompt) and places.text[len(prompt) : content].strip()
@@ -201,6 +213,25 @@ def _start(renderer: Renderer, example: Example, places: _Places, index: int) ->
     except RenderError:
         return content
     return len(prompt)
+
+
+def _start_behind(renderer: Renderer, example: Example, places: _Places, index: int) -> int:
+    """Where message `index` begins in a text whose earlier part is not that of the prompt.
+
+    What the prompt has behind its last content is looked for behind the same content in the text.
+    """
+    content = places.starts.get(index, -1)
+    before_end = places.ends.get(index - 1, -1)
+    if places.marks is None or before_end < 0:
+        return content
+    *before, last = example.messages[:index]
+    last = last | {"content": places.marks.wrap(last["content"], index - 1, with_start=False)}
+    marked = renderer.render([*before, last], example.tools, generation_prompt=True)
+    prompt, _, ends = places.marks.take_out(marked)
+    tail = prompt[ends[index - 1][-1] :] if index - 1 in ends else ""
+    if tail and places.text.startswith(tail, before_end):
+        return before_end + len(tail)
+    return content
 
 
 def _close(renderer: Renderer, example: Example, text: str, index: int, content_end: int) -> tuple[int, bool]:

@@ -181,6 +181,21 @@ def chat_ids(messages: Sequence[dict[str, Any]], tokenizer: Any, tools: Any = No
     return _encode(tokenizer, [text])[0][0]
 
 
+def starts_as_generated(example: Example, tokens: Tokenized, renderer: Renderer) -> bool:
+    """Tell whether generation would start from the tokens that stand before the last answer in training.
+
+    It would not where the generation prompt says more than the rendered turns do, or where a tokenizer
+    splits the end of the prompt otherwise when an answer follows.
+
+    Args:
+        example: The conversation.
+        tokens: The same, tokenized; may be cut.
+        renderer: The chat template and its tokenizer.
+    """
+    prompt = prompt_ids(example, renderer.tokenizer)
+    return tokens.input_ids[: len(prompt)] == prompt[: len(tokens.input_ids)]
+
+
 def stop_token_ids(tokenizer: Any) -> list[int]:
     """Tokens at which generation stops: the eos token and every token the template closes an answer with.
 
