@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from qlora_cli.config.kinds import Bounds, Kind, fields_of, is_filled
 from qlora_cli.config.names import foreign_value, not_yet_value, unknown_key
 from qlora_cli.config.nodes import Entry, Items, Mapping, Mark, Node, Scalar
-from qlora_cli.config.paths import absolute
+from qlora_cli.config.paths import absolute, is_unicode
 from qlora_cli.errors import Fault
 
 NULLS = frozenset({"", "~", "null", "Null", "NULL"})
@@ -185,7 +185,7 @@ class _Converter:
             return self.empty(node, kind, key)
         self.draft.folders[key] = node.folder
         if not kind.path:
-            return node.text
+            return node.text if is_unicode(node.text) else self.wrong(node, kind, key, "it is not UTF-8")
         if "\0" in node.text:
             return self.wrong(node, kind, key)
         return absolute(node.text, self.working_folder if key == "output_dir" else node.folder)

@@ -175,7 +175,7 @@ class _Reader:
 
 
 # Faults after which a file's keys are all known all the same.
-_HARMLESS = frozenset({"duplicate-key", "yaml-tag"})
+_HARMLESS = frozenset({"yaml-tag"})
 
 
 def read_text(path: Path, shown: str) -> str | Fault:

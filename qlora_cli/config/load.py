@@ -80,9 +80,8 @@ def load_recipe(config: str | Path, sets: Sequence[str] = (), *, check_files: bo
     _place_model(draft)
     faults = [*merged.faults, *override_faults, *draft.faults]
     if not merged.is_complete or override_faults:
-        faults = [
-            fault for fault in faults if fault.code != "missing-key"
-        ]  # it may stand in what was not read
+        # a missing key may stand in what was not read
+        faults = [fault for fault in faults if fault.code != "missing-key"]
     faults += rules.check(_keys(draft, root), check_files)
     if faults:
         raise InputError(_in_order(faults, merged.files))
@@ -166,7 +165,7 @@ def _fill_sources(sources: tuple[dict[str, Any], ...], format_: str) -> None:
         if source.get("format") is None:
             source["format"] = format_
         if source.get("name") is None:
-            stem = source["path"].stem or source["path"].name
+            stem = source["path"].stem.encode("utf-8", "backslashreplace").decode("utf-8")
             name = next(
                 n for n in [stem, *(f"{stem}-{i}" for i in range(2, len(sources) + 2))] if n not in taken
             )

@@ -23,6 +23,15 @@ def absolute(text: str, folder: Path) -> Path:
     return Path(short if os.path.realpath(short) == os.path.realpath(path) else path)
 
 
+def is_unicode(text: str) -> bool:
+    """Whether text is text: names of files may hold bytes that are not, which Python keeps as surrogates."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def model_place(text: str, folder: Path) -> str:
     """A model's folder as an absolute path, or the text itself where it is a hub id.
 

@@ -196,9 +196,18 @@ def _adapter_folder(keys: Keys) -> Iterator[Fault]:
         yield keys.fault("adapter-unreadable", "lora.continue_from", f"adapter `{path}` {problem}")
 
 
+def _model_text(keys: Keys) -> Iterator[Fault]:
+    place = keys["model.name_or_path"]
+    if place is not None and not paths.is_unicode(place):
+        message = f"model `{place}` is not UTF-8, which model libraries need"
+        yield keys.fault("model-missing", "model.name_or_path", message)
+
+
 def _model_folder(keys: Keys) -> Iterator[Fault]:
     place = keys["model.name_or_path"]
-    problem = paths.model_problem(place) if place is not None else None
+    if place is None or not paths.is_unicode(place):
+        return
+    problem = paths.model_problem(place)
     if problem is not None:
         yield keys.fault("model-missing", "model.name_or_path", f"model `{place}` {problem}",
                          accepted="a model folder, or a hub id such as `owner/name`")  # fmt: skip
@@ -218,6 +227,7 @@ _RULES: tuple[Callable[[Keys], Iterator[Fault]], ...] = (
     _skipped_of_unquantized,
     _target_expression,
     _names_of_sources,
+    _model_text,
 )
 _FILE_RULES: tuple[Callable[[Keys], Iterator[Fault]], ...] = (
     _data_files,

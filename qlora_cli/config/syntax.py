@@ -59,6 +59,9 @@ _FROM_START = ("could not find expected ':'", "found unexpected end of stream") 
 
 def control_fault(character: str, mark: Mark) -> Fault:
     """The fault of a character that no text holds."""
+    if "\udc80" <= character <= "\udcff":  # how Python keeps a byte of the command line that is not UTF-8
+        message = f"byte 0x{ord(character) - 0xDC00:02x} is not UTF-8"
+        return Fault("not-utf8", message, *mark.where)
     return Fault(
         "control-character",
         f"control character U+{ord(character):04X}",
