@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from qlora_cli import __version__
-from qlora_cli.commands.registry import LazyGroup
+from qlora_cli.commands.registry import COMMANDS, LazyGroup
 from qlora_cli.console import Console
 from qlora_cli.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, Fault, InputError, QloraError, RunError
 
@@ -68,25 +68,26 @@ def main(argv: Sequence[str] | None = None) -> int:
             import traceback
 
             sys.stderr.write(traceback.format_exc())
-        problem = as_qlora_error(error)
+        problem = as_qlora_error(error, args)
         console.error(problem)
         return problem.exit_code
 
 
-def as_qlora_error(error: Exception) -> QloraError:
+def as_qlora_error(error: Exception, args: Sequence[str]) -> QloraError:
     """Any exception as one of ours: the parser's is an input error, an unexpected one a failed run."""
     if isinstance(error, QloraError):
         return error
     if isinstance(error, _PARSER_ERROR):
-        return InputError(_usage_fault(error))
+        return InputError(_usage_fault(error, args))
     message = f"unexpected {type(error).__name__}: {error}"
     return RunError(Fault("unexpected", message, hint="add `--debug` for the traceback, and report it"))
 
 
-def _usage_fault(error: Any) -> Fault:
+def _usage_fault(error: Any, args: Sequence[str]) -> Fault:
     """What the parser found wrong, in our words and quotes."""
     context = getattr(error, "ctx", None)
-    path = context.command_path if context is not None else "qlora"
+    command = f"qlora {args[0]}" if args and args[0] in COMMANDS else "qlora"
+    path = context.command_path if context is not None else command
     near = getattr(error, "possibilities", None)
     if near is not None or "No such option" in error.message:
         hint = (
@@ -94,4 +95,5 @@ def _usage_fault(error: Any) -> Fault:
         )
         return Fault("usage", f"there is no option `{error.option_name}`", hint=hint)
     message = re.sub(r"'(\S+?)'", r"`\1`", error.format_message()).rstrip(".")
+    message = re.sub(r"argument(?:\(?s\)?)? \((.*)\)$", r"argument `\1`", message)
     return Fault("usage", message[:1].lower() + message[1:], hint=f"`{path} --help` lists what it takes")

@@ -1,13 +1,15 @@
 """The commands of `qlora`, and groups that import a command's module only when the command is used.
 
-One line of help for each command stands here, so that `qlora --help` imports none of them. This module must
-not import a command.
+For `qlora --help` the first line of each command's docstring is read from its source, unimported, so that it
+is written once. This module must not import a command.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import typer
@@ -17,21 +19,25 @@ from qlora_cli.errors import Fault, InputError
 
 
 class Command(NamedTuple):
-    """Where a command lives; `target` is a function, or a Typer app for a group."""
+    """Where a command lives.
+
+    Attributes:
+        module: Its module in `qlora_cli.commands`.
+        function: The function that is the command, or the callback of a group.
+        app: The Typer app of a group, None for a single command.
+    """
 
     module: str
-    target: str
-    help: str
+    function: str
+    app: str | None = None
 
 
 COMMANDS = {
-    "train": Command("train", "train", "Train a LoRA adapter on a 4-bit base."),
-    "eval": Command(
-        "eval", "evaluate", "Measure a run: loss, perplexity and right answers of base and adapter."
-    ),
-    "merge": Command("merge", "merge", "Fold the adapter into the base and prove the result."),
-    "generate": Command("generate", "generate", "Answer prompts with a run's adapter, or with the base."),
-    "recipes": Command("recipes", "app", "Recipes that ship with the package."),
+    "train": Command("train", "train"),
+    "eval": Command("eval", "evaluate"),
+    "merge": Command("merge", "merge"),
+    "generate": Command("generate", "generate"),
+    "recipes": Command("recipes", "recipes", app="app"),
 }
 
 
@@ -68,15 +74,28 @@ class LazyGroup(Group):
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """List the commands without importing them."""
         with formatter.section("Commands"):
-            formatter.write_dl([(name, command.help) for name, command in COMMANDS.items()])
+            formatter.write_dl([(name, help_line(name)) for name in COMMANDS])
+
+
+def help_line(name: str) -> str:
+    """The first line of a command's docstring, read from its source; empty where there is no source."""
+    command = COMMANDS[name]
+    try:
+        source = Path(__file__).with_name(f"{command.module}.py").read_text(encoding="utf-8")
+    except OSError:
+        return ""
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef) and node.name == command.function:
+            return (ast.get_docstring(node) or "").partition("\n")[0]
+    return ""
 
 
 def load_command(name: str) -> Any:
     """Import a command's module and make its parser."""
     command = COMMANDS[name]
-    target = getattr(importlib.import_module(f"qlora_cli.commands.{command.module}"), command.target)
-    if isinstance(target, typer.Typer):
-        return typer.main.get_command(target)
+    module = importlib.import_module(f"qlora_cli.commands.{command.module}")
+    if command.app is not None:
+        return typer.main.get_command(getattr(module, command.app))
     single = typer.Typer(rich_markup_mode=None, add_completion=False)
-    single.command(name)(target)
+    single.command(name)(getattr(module, command.function))
     return typer.main.get_command(single)

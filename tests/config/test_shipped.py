@@ -84,7 +84,7 @@ def test_a_copy_into_a_folder_that_is_not_there_is_an_input_error(folder: Path) 
 COPIES = {
     "block": "include:\n  - part.yaml\n  - part 2.yaml # why\nmodel:\n  name_or_path: ./base\n",
     "flow": "model: {name_or_path: ./base, quantization: {}}\ninclude: part.yaml\nlora: {rank: 2}\n",
-    "block-sections": "include: [part.yaml,\n  part 2.yaml]  # both\nmodel:\n  # the base\n  name_or_path: base\n"
+    "sections": "include: [part.yaml,\n  part 2.yaml]  # both\nmodel:\n  # the base\n  name_or_path: base\n"
     "lora:\n  # how much\n  rank: 2\n  target_modules: [q_proj]\noptimizer:\n  learning_rate: 1e-4 # fast\n",
     "no-newline-at-the-end": "model: {name_or_path: ./base}\ninclude: [part.yaml]",
     "without-parts": "model: {name_or_path: './base'}\n",
