@@ -273,6 +273,7 @@ class Pager:
 
     def _recover(self) -> None:
         """After an exception: let everything come to rest and forget the pages in slots."""
+        self.backend.streams.join_caller()
         self.fence("R12")
         for page, slot in self._staged.items():
             self._move(page, PageState.HOST)
