@@ -53,16 +53,16 @@ def listed(text: str) -> tuple[str, ...]:
 
 PHRASINGS = (
     Phrasing("meeting", "at", "Meet {who} about the {what} on {day} at {number}."),
-    Phrasing("meeting", "at", "{day} {number}, talk with {who}, topic {what}."),
+    Phrasing("meeting", "at", "{day} {number}: meeting with {who} about the {what}."),
     Phrasing("reminder", "at", "Remind {who} to {what} on {day} at {number}."),
-    Phrasing("reminder", "at", "On {day} at {number} {who} has to {what}."),
+    Phrasing("reminder", "at", "{who} has to {what} on {day} at {number}."),
     Phrasing("expense", "amount", "{who} paid ${number} for {what} on {day}."),
     Phrasing("expense", "amount", "On {day} {what} cost {who} {number} dollars."),
     Phrasing("order", "count", "Order {number} {what} from {who} by {day}."),
     Phrasing("order", "count", "We need {number} {what} on {day}, {who} sells them."),
 )
 UNSEEN_PHRASINGS = (
-    Phrasing("meeting", "at", "There is a meeting with {who} on {day} at {number}, about the {what}."),
+    Phrasing("meeting", "at", "The {what} is what we discuss with {who} on {day} at {number}."),
     Phrasing("meeting", "at", "{who} wants to meet about the {what}, {day} at {number}."),
     Phrasing("reminder", "at", "Please remind {who} on {day} at {number} to {what}."),
     Phrasing("reminder", "at", "{who} must not forget to {what} on {day} at {number}."),
@@ -87,12 +87,12 @@ WORDS = Words(
             "lock the shed, buy stamps, charge the drill, wash the car, print the tickets, close the windows"
         ),
         "expense": listed(
-            "lunch, a taxi, train tickets, paint, two books, a new lamp, coffee, parking, flowers, "
-            "a phone case, printer ink, a haircut"
+            "lunch, dinner, train tickets, paint, books, coffee, parking, flowers, printer ink, groceries, "
+            "shoes, bread"
         ),
         "order": listed(
-            "chairs, boxes of nails, light bulbs, bags of sand, blue folders, cups, apple trees, batteries, "
-            "door handles, white shirts, garden hoses, bricks"
+            "chairs, boxes of nails, light bulbs, bags of sand, blue folders, towels, apple trees, "
+            "batteries, door handles, white shirts, garden hoses, bricks"
         ),
     },
 )
@@ -101,7 +101,7 @@ UNSEEN_WORDS = Words(
     things={
         "meeting": listed("water bill, office move, photo album, insurance"),
         "reminder": listed("empty the fridge, wake the children, sign the form, fix the gate"),
-        "expense": listed("a museum visit, dog food, a sandwich, winter tyres"),
+        "expense": listed("museum visits, dog food, garden tools, winter tyres"),
         "order": listed("wine glasses, notebooks, rolls of tape, oak shelves"),
     },
 )
