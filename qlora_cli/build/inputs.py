@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from qlora_cli.config.load import LoadedRecipe
-from qlora_cli.config.schema import ValidationSplit
+from qlora_cli.config.schema import Recipe, TrainSource, ValidationSource, ValidationSplit
 from qlora_cli.console import Console
 from qlora_cli.data.prepare import Split, prepare, split_fraction
 from qlora_cli.data.sources import Source
@@ -36,7 +37,7 @@ class Inputs:
         choices: What `auto` became.
         config: The base model's transformers config.
         tokenizer: With the recipe's chat template, if it names one.
-        train: Examples to train.
+        train: Examples to train; None where they were not needed.
         validation: Examples to evaluate, or None.
         files: Data file to SHA-256, by name, for run.json and the identity of the run.
     """
@@ -46,7 +47,7 @@ class Inputs:
     choices: Choices
     config: Any
     tokenizer: Any
-    train: Split
+    train: Split | None
     validation: Split | None
     files: Mapping[str, str]
 
@@ -93,15 +94,11 @@ def read_inputs(loaded: LoadedRecipe, console: Console, *, needs_train: bool = T
     recipe = loaded.recipe
     device = probe()
     choices = resolve(recipe, device)
-    config = read_model_config(recipe.model.name_or_path, recipe.model.revision, recipe.model.trust_remote_code)
-    _check_targets(loaded, config)
-    template = recipe.data.chat_template
-    tokenizer = load_tokenizer(
-        recipe.model.name_or_path,
-        recipe.model.revision,
-        Path(template).read_text("utf-8") if template else None,
-        recipe.model.trust_remote_code,
-    )
+    name, revision, trust = recipe.model.name_or_path, recipe.model.revision, recipe.model.trust_remote_code
+    with placed(loaded):
+        config = read_model_config(name, revision, trust)
+        _check_targets(loaded, config)
+        tokenizer = load_tokenizer(name, revision, template_of(recipe), trust)
     if tokenizer.chat_template is None:
         raise InputError(
             loaded.fault(
@@ -113,13 +110,27 @@ def read_inputs(loaded: LoadedRecipe, console: Console, *, needs_train: bool = T
             )
         )
     train, validation, files = _read_data(loaded, tokenizer, needs_train)
-    faults = [*train.faults, *(validation.faults if validation else ())]
+    splits = [split for split in (train, validation) if split is not None]
+    faults = [fault for split in splits for fault in split.faults]
     if faults:
         raise InputError(faults)
-    for split in (train, validation):
-        for line in split.warnings if split else ():
-            console.warn(line)
+    for warning in (warning for split in splits for warning in split.warnings):
+        console.warn(f"{warning.where}: {warning.message}" if warning.where else warning.message, warning.hint)
     return Inputs(loaded, device, choices, config, tokenizer, train, validation, files)
+
+
+@contextmanager
+def placed(loaded: LoadedRecipe) -> Iterator[None]:
+    """Give faults that name a recipe key, but no file, the place of that key."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(
+            [
+                loaded.fault(f.code, f.key, f.message, f.accepted, f.hint) if f.key and not f.file else f
+                for f in error.faults
+            ]
+        ) from error
 
 
 def _check_targets(loaded: LoadedRecipe, config: Any) -> None:
@@ -144,35 +155,49 @@ def _check_targets(loaded: LoadedRecipe, config: Any) -> None:
 
 def _read_data(
     loaded: LoadedRecipe, tokenizer: Any, needs_train: bool
-) -> tuple[Split, Split | None, dict[str, str]]:
-    data = loaded.recipe.data
-    validation = data.validation
+) -> tuple[Split | None, Split | None, dict[str, str]]:
+    recipe = loaded.recipe
+    validation = recipe.data.validation
     fraction = validation.fraction if isinstance(validation, ValidationSplit) else 0.0
-    train_sources = [_source(entry, data.format) for entry in data.train]
-    validation_sources = [] if isinstance(validation, ValidationSplit) or not validation else [
-        _source(entry, data.format) for entry in validation
-    ]
-
-    def read(sources: Sequence[Source]) -> Split:
-        return prepare(
-            sources, tokenizer, loss_on=data.loss_on, max_seq_len=data.max_seq_len, overlong=data.overlong
-        )
-
-    files = {str(s.path): sha256(s.path) for s in [*train_sources, *validation_sources]}
-    held_out = read(validation_sources) if validation_sources else None
-    train = read(train_sources if needs_train or fraction else [])
-    if fraction and not train.faults:
-        train, held_out = split_fraction(train, fraction, loaded.recipe.train.seed)
+    listed = validation if isinstance(validation, tuple) else ()
+    files = {str(entry.path): sha256(Path(entry.path)) for entry in [*recipe.data.train, *listed]}
+    held_out = read_split(recipe, listed, tokenizer) if listed else None
+    train = read_split(recipe, recipe.data.train, tokenizer) if needs_train or fraction else None
+    if train is not None and fraction and not train.faults:
+        train, held_out = split_fraction(train, fraction, recipe.train.seed)
     return train, held_out, files
 
 
-def _source(entry: Any, default_format: str) -> Source:
-    return Source(
-        path=Path(entry.path),
-        format=entry.format if entry.format != "auto" else default_format,
-        name=entry.name or Path(entry.path).stem,
-        exact_match=getattr(entry, "exact_match", False),
+def read_split(recipe: Recipe, entries: Sequence[TrainSource], tokenizer: Any) -> Split:
+    """Read and tokenize the files of one list of sources, as the recipe says.
+
+    Args:
+        recipe: Gives template, mask and length.
+        entries: Sources of training or of validation.
+        tokenizer: A fast tokenizer.
+
+    Returns:
+        The examples with every fault; nothing is raised for a bad row.
+    """
+    sources = [
+        Source(
+            path=Path(entry.path),
+            format=entry.format,
+            name=entry.name,
+            exact_match=entry.exact_match if isinstance(entry, ValidationSource) else False,
+        )
+        for entry in entries
+    ]
+    data = recipe.data
+    return prepare(
+        sources, tokenizer, loss_on=data.loss_on, max_seq_len=data.max_seq_len, overlong=data.overlong
     )
+
+
+def template_of(recipe: Recipe) -> str | None:
+    """Text of the chat template file that the recipe names, None where the tokenizer's own is used."""
+    path = recipe.data.chat_template
+    return Path(path).read_text("utf-8") if path else None
 
 
 FREE_ON_RESUME = (

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from qlora_cli import __version__, run_folder
-from qlora_cli.config.load import LoadedRecipe
 from qlora_cli.device import DeviceFacts
 
 PACKAGES = (
@@ -96,11 +95,3 @@ def copy_adapter(run: Path, step: int) -> None:
         for path in checkpoint.iterdir():
             if path.name not in TRAINING_ONLY:
                 shutil.copy2(path, folder / path.name)
-
-
-def resume_command(loaded: LoadedRecipe) -> str:
-    """The command line that goes on with a run."""
-    words = ["qlora", "train", "--config", str(loaded.source)]
-    for override in loaded.overrides:
-        words += ["--set", override]
-    return shlex.join(words)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shlex
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +17,21 @@ from accelerate import Accelerator
 
 from qlora_cli import run_folder
 from qlora_cli.build import provenance
-from qlora_cli.build.inputs import Inputs, identity, read_inputs
+from qlora_cli.build.inputs import Inputs, identity, placed, read_inputs
 from qlora_cli.build.resume import Start, find_start, free_output_dir
 from qlora_cli.config.load import LoadedRecipe, dump_recipe
 from qlora_cli.console import Console
-from qlora_cli.data.batches import plan_epoch
+from qlora_cli.data.batches import in_order, plan_epoch
 from qlora_cli.data.collate import Batch, collate
+from qlora_cli.data.templates import Tokenized, chat_ids
 from qlora_cli.errors import Fault, Interrupted, QloraError, RunError
 from qlora_cli.evaluate import loss_over
 from qlora_cli.generate import generate
 from qlora_cli.model.load import load_base, quantized_module_names
 from qlora_cli.model.lora import attach, enable_checkpointing, load_trainable, save_adapter
 from qlora_cli.model.loss import training_loss
-from qlora_cli.optim.paged_adamw import PagedAdamW, PagingConfig
+from qlora_cli.optim.paged_adamw import PagedAdamW
+from qlora_cli.optim.placement import PagingConfig
 from qlora_cli.train.checkpoint import Best, TrainerState, prune, restore_rng
 from qlora_cli.train.loop import Hooks, LoopSettings, run_steps, stop_on_signals
 from qlora_cli.train.metrics import MetricsFile, StepMetrics
@@ -68,21 +71,25 @@ def train(loaded: LoadedRecipe, console: Console, *, resume: str, command: Seque
     inputs = read_inputs(loaded, console)
     who = identity(inputs)
     start = find_start(loaded, run, who, resume, console)
-    plan = _step_plan(inputs)
+    plan = step_plan(inputs)
     if start.steps_done >= plan.total_steps:
         console.say(f"{run} is complete: step {start.steps_done} of {plan.total_steps}")
         return TrainResult(run, start.steps_done, "", start.best)
+    for note in loaded.notes:
+        console.say(note)
     for key, choice in inputs.choices.as_json().items():
         console.say(f"{key}: {choice['value']} ({choice['reason']})")
-    with console.progress(total=None, description="loading the base"):
+    console.say(f"loading {loaded.recipe.model.name_or_path}")
+    with placed(loaded):
         model = _model(inputs, start)
     with _crash_log(run), _optimizer(inputs, model) as optimizer:
-        session = _Session(inputs, console, run, who, start, model, optimizer, plan)
-        session.open_folder(command)
+        session = _Session(inputs, console, run, who, start, model, optimizer, plan, command)
+        session.open_folder()
         return session.train()
 
 
-def _step_plan(inputs: Inputs) -> StepPlan:
+def step_plan(inputs: Inputs) -> StepPlan:
+    """The micro-batches of every step of a run."""
     recipe = inputs.loaded.recipe
     lengths = [len(example.input_ids) for example in inputs.train.examples]
 
@@ -203,17 +210,18 @@ class _Session:
         model: Any,
         optimizer: PagedAdamW,
         plan: StepPlan,
+        command: Sequence[str],
     ) -> None:
         self.inputs, self.console, self.run, self.who = inputs, console, run, who
         self.start, self.model, self.optimizer, self.plan = start, model, optimizer, plan
-        self.recipe = inputs.loaded.recipe
+        self.recipe, self.command = inputs.loaded.recipe, command
         self.best = start.best
         dtype = inputs.choices.compute_dtype.value
         self.workers = Accelerator(
             cpu=inputs.device.kind == "cpu", mixed_precision="no" if dtype == "fp32" else dtype
         )
 
-    def open_folder(self, command: Sequence[str]) -> None:
+    def open_folder(self) -> None:
         """Write what describes the run, and bring everything to where the checkpoint left it."""
         if self.start.checkpoint is not None:
             self.optimizer.load(self.start.checkpoint / run_folder.OPTIMIZER)
@@ -224,9 +232,10 @@ class _Session:
             return
         self.run.mkdir(parents=True, exist_ok=True)
         run_folder.write_text(self.run / run_folder.RECIPE, dump_recipe(self.recipe))
-        choices = self.inputs.choices.as_json() | {"paging_backend": self.optimizer.choice.as_json()}
+        optimizer = {f"optimizer.{key}": asdict(choice) for key, choice in self.optimizer.choices.items()}
+        choices = self.inputs.choices.as_json() | optimizer
         document = provenance.run_document(
-            command=command,
+            command=self.command,
             device=self.inputs.device,
             choices=choices,
             identity=self.who,
@@ -259,9 +268,7 @@ class _Session:
         self.console.say(self._describe())
         with (
             stop_on_signals() as stop,
-            self.console.progress(
-                total=self.plan.total_steps, description="training", initial=self.start.steps_done
-            ) as progress,
+            self.console.progress(self.plan.total_steps - self.start.steps_done, "training") as progress,
         ):
             steps_done = run_steps(
                 self.model,
@@ -289,13 +296,15 @@ class _Session:
     def _describe(self) -> str:
         trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         examples = len(self.inputs.train.examples)
+        backend = self.optimizer.choices["backend"]
         return (
             f"training {trained / 1e6:.1f} M parameters on {examples} examples for {self.plan.total_steps} steps;"
-            f" optimizer state {self.optimizer.choice.value} ({self.optimizer.choice.reason})"
+            f" optimizer state: {backend.value} ({backend.reason})"
         )
 
-    def _batch(self, examples: Sequence[Any], indices: Sequence[int]) -> Batch:
-        return collate([examples[i] for i in indices], self.inputs.tokenizer.pad_token_id)
+    def _batch(self, examples: Sequence[Tokenized], indices: Sequence[int]) -> Batch:
+        length = self.recipe.data.max_seq_len
+        return collate([examples[i] for i in indices], self.inputs.tokenizer.pad_token_id, max_seq_len=length)
 
     def _loss(self, model: Any, batch: Batch) -> torch.Tensor:
         with self.workers.autocast():
@@ -304,11 +313,9 @@ class _Session:
     def _evaluate(self, step: int) -> dict[str, Any]:
         split = self.inputs.validation
         assert split is not None
-        size = self.recipe.train.micro_batch_size
-        order = range(0, len(split.examples), size)
-        batches = (
-            self._batch(split.examples, range(i, min(i + size, len(split.examples)))) for i in order
-        )
+        lengths = [len(example.input_ids) for example in split.examples]
+        order = in_order(len(lengths), lengths, self.recipe.train.micro_batch_size)
+        batches = (self._batch(split.examples, indices) for indices in order)
         with self.workers.autocast():
             result = loss_over(self.model, batches)
         is_best = self.best is None or result.loss < self.best.eval_loss
@@ -323,12 +330,7 @@ class _Session:
         if not prompts:
             return {}
         tokenizer = self.inputs.tokenizer
-        ids = [
-            tokenizer.apply_chat_template(
-                [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=False
-            )
-            for prompt in prompts
-        ]
+        ids = [chat_ids([{"role": "user", "content": prompt}], tokenizer) for prompt in prompts]
         with self.workers.autocast():
             answers = generate(self.model, tokenizer, ids, max_new_tokens=128, batch_size=len(ids))
         return {"samples": [{"prompt": p, "answer": a} for p, a in zip(prompts, answers, strict=True)]}
@@ -339,12 +341,16 @@ class _Session:
         file = MetricsFile(self.run / run_folder.METRICS, self.start.steps_done) if main else None
 
         def logged(metrics: StepMetrics) -> None:
-            if file is not None and (metrics.step % every == 0 or metrics.step == self.plan.total_steps or metrics.eval):
+            due = metrics.step % every == 0 or metrics.step == self.plan.total_steps or bool(metrics.eval)
+            if file is not None and due:
                 file.append(metrics)
-            shown = f"loss {metrics.loss:.4f}, {metrics.tokens_per_s:.0f} tok/s, {metrics.peak_mib:.0f} MiB"
+            facts = {"loss": f"{metrics.loss:.4f}", "tok/s": f"{metrics.tokens_per_s:.0f}"}
+            facts["MiB"] = f"{metrics.peak_mib:.0f}"
+            progress.advance(1, **facts)
             if metrics.eval:
-                shown += f", eval loss {metrics.eval['eval_loss']:.4f}"
-            progress.advance(1, shown)
+                self.console.say(f"step {metrics.step}: evaluation loss {metrics.eval['eval_loss']:.4f}")
+                for sample in metrics.eval.get("samples", ()):
+                    self.console.say(f"  {sample['prompt']}\n  -> {sample['answer']}")
 
         return logged
 
@@ -382,6 +388,6 @@ class _Session:
             Fault(
                 "interrupted",
                 f"{name}: stopped after step {step} of {self.plan.total_steps}; checkpoint {path} is whole",
-                hint=f"`{provenance.resume_command(self.inputs.loaded)}` goes on from there",
+                hint=f"`{shlex.join(self.command)}` goes on from there",
             )
         )
