@@ -1,0 +1,30 @@
+"""Keeps the libraries' own progress bars, notices and deprecation warnings away from stderr.
+
+What they report about our calls is either something the caller reports in its own words (a missing tensor)
+or nothing a user can act on (a method name that peft still uses).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from transformers.utils import logging
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence transformers and peft while the block runs; errors are still raised."""
+    verbosity, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            warnings.simplefilter("ignore", DeprecationWarning)
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if had_bars:
+            logging.enable_progress_bar()
