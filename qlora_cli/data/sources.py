@@ -170,7 +170,8 @@ def _parse_line(data: bytes, origin: Origin, faults: list[Fault]) -> dict[str, A
     except _RowError as error:
         faults.append(origin.fault(error.code, str(error), hint=error.hint))
     except json.JSONDecodeError as error:
-        message = f"is not JSON: {error.msg[:1].lower()}{error.msg[1:]} at position {error.pos + 1}"
+        reason = error.msg[:1].lower() + error.msg[1:].removesuffix(" at")
+        message = f"is not JSON: {reason} at position {error.pos + 1}"
         faults.append(origin.fault("broken-row", message, accepted="one whole JSON object a line"))
     except RecursionError:
         faults.append(origin.fault("broken-row", "is nested too deeply to be read"))
