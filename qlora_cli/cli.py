@@ -17,7 +17,16 @@ import typer
 from qlora_cli import __version__
 from qlora_cli.commands.registry import COMMANDS, LazyGroup
 from qlora_cli.console import Console
-from qlora_cli.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, Fault, InputError, QloraError, RunError
+from qlora_cli.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    Fault,
+    InputError,
+    Interrupted,
+    QloraError,
+    RunError,
+)
 
 app = typer.Typer(cls=LazyGroup, rich_markup_mode=None)
 # The parser's own base exception: `typer.TyperException` in 0.29, without a public name before.
@@ -56,14 +65,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console(quiet="--quiet" in flags, json="--json" in flags)
     try:
         code = typer.main.get_command(app).main(args, prog_name="qlora", standalone_mode=False)
+        if code == EXIT_INTERRUPTED:  # what the parser makes of Ctrl-C
+            raise KeyboardInterrupt
         return code if isinstance(code, int) else EXIT_DONE
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # keeps the flush at exit silent
         return EXIT_FAILED
-    except (KeyboardInterrupt, typer.Abort):
-        console.warn("stopped")
-        return EXIT_INTERRUPTED
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         if "--debug" in flags:
             import traceback
 
@@ -73,10 +81,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return problem.exit_code
 
 
-def as_qlora_error(error: Exception, args: Sequence[str]) -> QloraError:
+def as_qlora_error(error: BaseException, args: Sequence[str]) -> QloraError:
     """Any exception as one of ours: the parser's is an input error, an unexpected one a failed run."""
     if isinstance(error, QloraError):
         return error
+    if isinstance(error, (KeyboardInterrupt, typer.Abort)):
+        return Interrupted(Fault("interrupted", "stopped"))
     if isinstance(error, _PARSER_ERROR):
         return InputError(_usage_fault(error, args))
     message = f"unexpected {type(error).__name__}: {error}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -80,4 +81,4 @@ def copy(
     written = copy_recipe(name, dest)
     if json:
         console.out_json({"path": str(written)})
-    console.say(f"wrote {written}; run it with `qlora train --config {written}`")
+    console.say(f"wrote {written}; run it with `qlora train --config {shlex.quote(str(written))}`")

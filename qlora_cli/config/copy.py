@@ -85,7 +85,7 @@ def resolved_text(source: Path) -> str:
             tail += f"{name}: {_flow(entry.node, name)}\n"
     for start, end, new in sorted(edits, reverse=True):
         text = text[:start] + new + text[end:]
-    return text + tail
+    return (text if text.endswith("\n") else f"{text}\n") + tail
 
 
 def _children(node: Any) -> dict[str, tuple[Any, Any]]:

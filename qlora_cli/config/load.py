@@ -8,7 +8,7 @@ stay at hand, so that a fault found later (a target module that matches nothing)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,13 @@ class LoadedRecipe:
             hint: What to write instead.
         """
         return Fault(code, message, *self.mark(key).where, key, accepted, hint)
+
+    def located(self, fault: Fault) -> Fault:
+        """The same fault at the place of its key, where it names a key and no file."""
+        if fault.key is None or fault.file is not None:
+            return fault
+        file, line, column = self.mark(fault.key).where
+        return replace(fault, file=file, line=line, column=column)
 
 
 def load_recipe(config: str | Path, sets: Sequence[str] = (), *, check_files: bool = True) -> LoadedRecipe:

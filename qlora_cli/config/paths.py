@@ -52,7 +52,10 @@ def model_problem(place: str) -> str | None:
     if os.path.isabs(place):
         if os.path.isdir(place):
             return None
-        return "is a file, not a model folder" if os.path.exists(place) else "does not exist"
+        if not os.path.exists(place):
+            return "does not exist"
+        # the loader of bases has more to say about a GGUF
+        return None if place.endswith(".gguf") else "is a file, not a model folder"
     return None if _HUB_ID.fullmatch(place) else "is neither a folder here nor a hub id"
 
 

@@ -87,6 +87,7 @@ COPIES = {
     "sections": "include: [part.yaml,\n  part 2.yaml]  # both\nmodel:\n  # the base\n  name_or_path: base\n"
     "lora:\n  # how much\n  rank: 2\n  target_modules: [q_proj]\noptimizer:\n  learning_rate: 1e-4 # fast\n",
     "no-newline-at-the-end": "model: {name_or_path: ./base}\ninclude: [part.yaml]",
+    "sections-added-after-a-line-without-end": "include: part.yaml\nmodel: {name_or_path: ./base}",
     "without-parts": "model: {name_or_path: './base'}\n",
 }
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from qlora_cli.config.convert import convert
 from qlora_cli.config.nodes import Entry, Mapping, Mark, Scalar
 from qlora_cli.config.schema import Recipe
+from qlora_cli.errors import Fault
 from tests.config.conftest import MINIMAL, Faults, Load
 
 
@@ -177,6 +178,10 @@ def test_a_position_can_be_asked_for_after_loading(load: Load) -> None:
         "train.max_steps": ("--set", None, None),
     }
     assert {key: loaded.mark(key).where for key in places} == places
+    raised = Fault("base-not-found", "no such base", key="model.name_or_path")
+    assert loaded.located(raised).where == "recipe.yaml:1:23"
+    assert loaded.located(Fault("broken-row", "x", "rows.jsonl", 3, key="data.train")).where == "rows.jsonl:3"
+    assert loaded.located(Fault("usage", "x")).where == ""
     fault = loaded.fault("target-not-found", "lora.target_modules.1", "`vproj` matches nothing", hint="x")
     assert (fault.where, fault.key, fault.hint) == ("recipe.yaml:5:28", "lora.target_modules.1", "x")
 
