@@ -1,4 +1,4 @@
-"""The 8-bit AdamW rule written for reading: one parameter, one search over all borders. Slow, and independent."""
+"""The 8-bit AdamW rule written for reading: one parameter, one search over all borders; slow."""
 
 from __future__ import annotations
 
@@ -40,7 +40,18 @@ def requantise(s: Tensor, q: Tensor, keep_sign: bool, block: int = BLOCK) -> tup
     return code.view(-1)[: s.numel()].to(torch.uint8), a
 
 
-def adamw8_(p, g, state, t, lr=1e-3, b1=0.9, b2=0.999, eps=1e-8, wd=0.0, block=BLOCK) -> None:
+def adamw8_(
+    p: Tensor,
+    g: Tensor,
+    state: dict[str, Tensor],
+    t: int,
+    lr: float = 1e-3,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    wd: float = 0.0,
+    block: int = BLOCK,
+) -> None:
     """One step; `state` holds flat exp_avg, exp_avg_sq (codes), absmax1, absmax2."""
     of = torch.arange(p.numel()) // block
     gf, pf = g.float().view(-1), p.float().view(-1)
@@ -53,7 +64,10 @@ def adamw8_(p, g, state, t, lr=1e-3, b1=0.9, b2=0.999, eps=1e-8, wd=0.0, block=B
     new = pf * (1.0 - lr * wd) if wd else pf
     new = new - lr / k1 * (m / (v.sqrt() / k2 + eps))
     p.copy_(torch.where(ok, new, pf).view_as(p))
-    for s, q, codes, absmax, sign in ((m, Q1, "exp_avg", "absmax1", True), (v, Q2, "exp_avg_sq", "absmax2", False)):
+    for s, q, codes, absmax, sign in (
+        (m, Q1, "exp_avg", "absmax1", True),
+        (v, Q2, "exp_avg_sq", "absmax2", False),
+    ):
         state[codes], state[absmax] = requantise(s, q, sign, block)
 
 

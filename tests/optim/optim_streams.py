@@ -1,9 +1,9 @@
-"""Queues that run in any order the events allow, over memory that shows when it is used too late or too early.
+"""Queues that run in any order the events allow, over memory that shows when it is used wrongly.
 
-`AdversarialStreams` keeps three queues of work and runs them only when something waits for a result, picking at
-random. A copy runs in two halves, so that a reader between them sees a torn page. `drop` names the rules whose
-waits are left out. `PoisonedBackend` fills device memory that nobody owns with 0xFF: NaN as fp32, the code of the
-largest value as 8-bit state.
+`AdversarialStreams` keeps three queues of work and runs them only when something waits for a result,
+picking at random. A copy runs in two halves, so that a reader between them sees a torn page. `drop`
+names the rules whose waits are left out. `PoisonedBackend` fills device memory that nobody owns with
+0xFF: NaN as fp32, the code of the largest value as 8-bit state.
 """
 
 from __future__ import annotations

@@ -16,7 +16,9 @@ MIB = 2**20
 ODD_SIZES = (1, 255, 256, 257, 4095, 4096, 9_999, 10_000)
 
 
-def make_params(sizes: Sequence[int] = ODD_SIZES, dtype=torch.float32, device="cpu") -> list[torch.nn.Parameter]:
+def make_params(
+    sizes: Sequence[int] = ODD_SIZES, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> list[torch.nn.Parameter]:
     generator = torch.Generator().manual_seed(7)
     values = (torch.randn(size, generator=generator) * 0.02 for size in sizes)
     return [torch.nn.Parameter(value.to(device, dtype)) for value in values]
@@ -91,7 +93,16 @@ def differing(left: dict[str, Tensor], right: dict[str, Tensor]) -> list[str]:
     return [name for name, value in left.items() if not torch.equal(raw(value), raw(right[name]))]
 
 
-def kernel_step(p: Tensor, g: Tensor, state: dict[str, Tensor], hyper: Hyper, max_blocks: int | None = None) -> EagerKernel:
+def copy_of(optimizer: PagedAdamW, config: PagingConfig, **kwargs: Any) -> PagedAdamW:
+    """A fresh optimizer over copies of the parameters, without state."""
+    flat = [p for group in optimizer.param_groups for p in group["params"]]
+    params = [torch.nn.Parameter(p.detach().clone()) for p in flat]
+    return PagedAdamW(list(zip(optimizer.param_names(), params, strict=True)), paging=config, **kwargs)
+
+
+def kernel_step(
+    p: Tensor, g: Tensor, state: dict[str, Tensor], hyper: Hyper, max_blocks: int | None = None
+) -> EagerKernel:
     """One update of one flat parameter from flat state, in place."""
     numel, blocks = p.numel(), -(-p.numel() // 256)
     padded = {

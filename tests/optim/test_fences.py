@@ -1,8 +1,8 @@
 """Every wait of the pager is needed, and together they are enough: 1,000 random orders of execution.
 
-Each run does six steps over pages that partly rest on the host, in an order that changes, with reads, loads, an
-exception and a close in between, and compares every page with what it must hold. Leaving one rule's waits out must
-be noticed.
+Each run does six steps over pages that partly rest on the host, in an order that changes, with reads,
+loads, an exception and a close in between, and compares every page with what it must hold. Leaving one
+rule's waits out must be noticed.
 """
 
 from __future__ import annotations
@@ -116,13 +116,13 @@ def run_one(seed: int, drop: frozenset[str], monkeypatch: pytest.MonkeyPatch) ->
     torture.close()
 
 
-def test_a_thousand_random_orders_of_execution_give_the_right_pages(monkeypatch):
+def test_a_thousand_random_orders_of_execution_give_the_right_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(1000):
         run_one(seed, frozenset(), monkeypatch)
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_leaving_one_rule_out_is_noticed(rule, monkeypatch):
+def test_leaving_one_rule_out_is_noticed(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(1000):
         try:
             run_one(seed, frozenset({rule}), monkeypatch)

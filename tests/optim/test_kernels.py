@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,16 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from optim_oracle import Q1, Q2, adamw8_, encode, zero_state
 from optim_tools import differing, kernel_step, make_params, set_grads
+from torch import Tensor
 
 from qlora_cli.optim import kernels
 from qlora_cli.optim.kernels import Hyper, Piece
-from qlora_cli.optim.pages import BLOCK
 from qlora_cli.optim.paged_adamw import PagedAdamW
+from qlora_cli.optim.pages import BLOCK
 
 LR, B1, B2, EPS = 2e-4, 0.9, 0.999, 1e-8
 
 
-def grads(numel: int, step: int, spread: float, dtype=torch.float32) -> torch.Tensor:
+def grads(numel: int, step: int, spread: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     generator = torch.Generator().manual_seed(step)
     noise = torch.randn(numel, generator=generator)
     return (1e-3 * noise * torch.exp(spread * torch.randn(numel, generator=generator))).to(dtype)
@@ -32,7 +35,7 @@ def values_near_every_border(q: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("signed", "q"), [(True, Q1), (False, Q2)])
-def test_the_table_finds_the_code_of_the_search_over_all_borders(signed, q):
+def test_the_table_finds_the_code_of_the_search_over_all_borders(signed: bool, q: Tensor) -> None:
     generator = torch.Generator().manual_seed(0)
     flat = torch.rand(200_000, generator=generator) * 2 - 1
     small = torch.exp(-25 * torch.rand(200_000, generator=generator)) * torch.sign(flat)
@@ -49,21 +52,23 @@ def test_the_table_finds_the_code_of_the_search_over_all_borders(signed, q):
     assert torch.equal(kernels.dequantise(codes, absmax, signed), q[codes.long()])
 
 
-def test_the_maps_are_those_of_bitsandbytes_bit_for_bit():
+def test_the_maps_are_those_of_bitsandbytes_bit_for_bit() -> None:
     functional = pytest.importorskip("bitsandbytes.functional")
     for signed in (True, False):
         theirs = functional.create_dynamic_map(signed=signed)
         assert torch.equal(kernels.dynamic_map(signed), theirs)
 
 
-def test_kernels_and_pages_agree_on_the_block():
+def test_kernels_and_pages_agree_on_the_block() -> None:
     assert kernels.BLOCK == BLOCK
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.01])
 @pytest.mark.parametrize("spread", [0.0, 0.5, 2.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_eight_bit_steps_equal_the_written_rule_bit_for_bit(dtype, spread, decay):
+def test_eight_bit_steps_equal_the_written_rule_bit_for_bit(
+    dtype: torch.dtype, spread: float, decay: float
+) -> None:
     p = (0.02 * torch.randn(5000, generator=torch.Generator().manual_seed(0))).to(dtype)
     mine, theirs, state, oracle = p.clone(), p.clone(), zero_state(5000), zero_state(5000)
     for step in range(1, 16):
@@ -81,7 +86,7 @@ def test_eight_bit_steps_equal_the_written_rule_bit_for_bit(dtype, spread, decay
     bad=st.lists(st.sampled_from([math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-30, 1e18]), max_size=6),
     t=st.integers(1, 2000),
 )
-def test_any_gradient_gives_what_the_written_rule_gives(numel, seed, bad, t):
+def test_any_gradient_gives_what_the_written_rule_gives(numel: int, seed: int, bad: Any, t: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     p = torch.randn(numel, generator=generator)
     state = {
@@ -100,7 +105,7 @@ def test_any_gradient_gives_what_the_written_rule_gives(numel, seed, bad, t):
     assert kernel.counts()[0] == int((~torch.isfinite(g)).sum())
 
 
-def test_a_gradient_that_is_not_finite_leaves_its_parameter_alone_and_clears_its_state():
+def test_a_gradient_that_is_not_finite_leaves_its_parameter_alone_and_clears_its_state() -> None:
     p, state = torch.ones(600), zero_state(600)
     kernel_step(p, grads(600, 1, 0.0), state, Hyper(LR, B1, B2, EPS, 0.1, 1))
     before, g = p.clone(), grads(600, 2, 0.0)
@@ -114,7 +119,7 @@ def test_a_gradient_that_is_not_finite_leaves_its_parameter_alone_and_clears_its
     assert kernel.counts()[0] == 3
 
 
-def test_a_gradient_whose_square_overflows_does_not_poison_its_block():
+def test_a_gradient_whose_square_overflows_does_not_poison_its_block() -> None:
     p, state, g = torch.ones(256), zero_state(256), grads(256, 1, 0.0)
     g[7] = 3e38
     kernel = kernel_step(p, g, state, Hyper(LR, B1, B2, EPS, 0.0, 1))
@@ -125,7 +130,7 @@ def test_a_gradient_whose_square_overflows_does_not_poison_its_block():
 
 
 @pytest.mark.parametrize("zero", [0.0, -0.0])
-def test_a_block_of_zeros_gets_the_codes_of_zero_and_moves_nothing(zero):
+def test_a_block_of_zeros_gets_the_codes_of_zero_and_moves_nothing(zero: float) -> None:
     p, state = torch.ones(300), zero_state(300)
     kernel_step(p, torch.full((300,), zero), state, Hyper(LR, B1, B2, EPS, 0.0, 1))
     assert state["exp_avg"].unique().tolist() == [127]
@@ -134,7 +139,7 @@ def test_a_block_of_zeros_gets_the_codes_of_zero_and_moves_nothing(zero):
     assert (p == 1).all()
 
 
-def test_a_negative_first_moment_never_becomes_zero_but_a_positive_one_may():
+def test_a_negative_first_moment_never_becomes_zero_but_a_positive_one_may() -> None:
     g = torch.full((256,), 1.0)
     g[1], g[2] = -1e-8, 1e-8
     p, state = torch.zeros(256), zero_state(256)
@@ -142,7 +147,7 @@ def test_a_negative_first_moment_never_becomes_zero_but_a_positive_one_may():
     assert state["exp_avg"][:3].tolist() == [255, 126, 127]
 
 
-def test_elements_whose_second_moment_was_lost_are_counted():
+def test_elements_whose_second_moment_was_lost_are_counted() -> None:
     g = torch.full((256,), 1.0)
     g[5] = 1e-4  # its square is 1e-8 of the largest, the smallest code stands for 3.25e-7
     p, state = torch.zeros(256), zero_state(256)
@@ -151,7 +156,7 @@ def test_elements_whose_second_moment_was_lost_are_counted():
     assert kernel.counts() == (0, 1)
 
 
-def test_padding_never_enters_an_absmax():
+def test_padding_never_enters_an_absmax() -> None:
     p, state, g = torch.zeros(300), zero_state(300), grads(300, 1, 0.0)
     blocks = {name: value.new_full((2, 256), 255) for name, value in state.items() if "exp" in name}
     blocks |= {"absmax1": torch.full((2,), 1e6), "absmax2": torch.full((2,), 1e6)}
@@ -173,12 +178,12 @@ def two_steps(bits: int, max_blocks: int | None) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("bits", [8, 32])
 @pytest.mark.parametrize("max_blocks", [1, 3, 64])
-def test_cuts_at_whole_blocks_change_no_bit(bits, max_blocks):
+def test_cuts_at_whole_blocks_change_no_bit(bits: int, max_blocks: int) -> None:
     assert differing(two_steps(bits, None), two_steps(bits, max_blocks)) == []
 
 
 @pytest.mark.parametrize("bits", [8, 32])
-def test_the_number_of_threads_changes_no_bit(bits):
+def test_the_number_of_threads_changes_no_bit(bits: int) -> None:
     one = two_steps(bits, None)
     torch.set_num_threads(2)
     two = two_steps(bits, None)
@@ -186,7 +191,7 @@ def test_the_number_of_threads_changes_no_bit(bits):
     assert differing(one, two) == []
 
 
-def test_cuts_at_half_a_block_change_the_state():
+def test_cuts_at_half_a_block_change_the_state() -> None:
     whole, halves, g = zero_state(1024), zero_state(1024, 128), grads(1024, 1, 1.0)
     p = torch.zeros(1024)
     adamw8_(p.clone(), g, whole, 1)
@@ -194,7 +199,7 @@ def test_cuts_at_half_a_block_change_the_state():
     assert not torch.equal(whole["exp_avg"], halves["exp_avg"])
 
 
-def test_one_step_from_equal_state_agrees_with_bitsandbytes_pytorch_code():
+def test_one_step_from_equal_state_agrees_with_bitsandbytes_pytorch_code() -> None:
     pytest.importorskip("triton")
     theirs = pytest.importorskip("bitsandbytes.backends.triton.kernels_optim")
     for spread in (0.0, 0.5, 2.0):
@@ -218,7 +223,7 @@ def test_one_step_from_equal_state_agrees_with_bitsandbytes_pytorch_code():
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.5])
-def test_one_step_from_equal_state_is_close_to_bitsandbytes_cpu_operator(spread):
+def test_one_step_from_equal_state_is_close_to_bitsandbytes_cpu_operator(spread: float) -> None:
     functional = pytest.importorskip("bitsandbytes.functional")
     p, state = grads(65_536, 99, 0.0), zero_state(65_536)
     for step in range(1, 6):
@@ -234,7 +239,7 @@ def test_one_step_from_equal_state_is_close_to_bitsandbytes_cpu_operator(spread)
     assert (state["exp_avg_sq"] != other["exp_avg_sq"]).float().mean() <= 0.01
 
 
-def after_hundred_steps(make) -> torch.Tensor:
+def after_hundred_steps(make: Callable[[Any], torch.optim.Optimizer]) -> torch.Tensor:
     params = make_params((65_636,))
     optimizer = make(params)
     for step in range(1, 101):
@@ -243,7 +248,7 @@ def after_hundred_steps(make) -> torch.Tensor:
     return params[0].detach()
 
 
-def test_hundred_32bit_steps_agree_with_torch_and_bitsandbytes():
+def test_hundred_32bit_steps_agree_with_torch_and_bitsandbytes() -> None:
     bnb = pytest.importorskip("bitsandbytes.optim")
     scalars = {"lr": LR, "weight_decay": 0.01}
     ours = after_hundred_steps(lambda p: PagedAdamW(p, state_bits=32, **scalars))
@@ -254,7 +259,7 @@ def test_hundred_32bit_steps_agree_with_torch_and_bitsandbytes():
         assert (ours - other).abs().max() <= 5e-8
 
 
-def test_32bit_steps_pass_a_gradient_that_is_not_finite_on_as_torch_does():
+def test_32bit_steps_pass_a_gradient_that_is_not_finite_on_as_torch_does() -> None:
     p, g = torch.ones(4), torch.tensor([math.nan, 1.0, math.inf, 0.0])
     state = {"exp_avg": torch.zeros(4), "exp_avg_sq": torch.zeros(4)}
     kernel = kernel_step(p, g, state, Hyper(LR, B1, B2, EPS, 0.0, 1))

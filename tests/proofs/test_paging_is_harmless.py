@@ -1,12 +1,15 @@
 """Paging changes where Adam's state lies and nothing else: every bit of parameters and state is the same.
 
-The reference is the `resident` backend, which has no host slabs, no slots and no copies. Sizes are chosen to break
-it: parameters below a block, one element around a block and around `min_8bit_size`, partly full last pages.
+The reference is the `resident` backend, which has no host slabs, no slots and no copies. Sizes are
+chosen to break it: parameters below a block, one element around a block and around `min_8bit_size`,
+partly full last pages.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +28,7 @@ STEPS = 8
 
 
 @pytest.fixture(autouse=True, scope="module")
-def one_thread():
+def one_thread() -> Iterator[None]:
     used = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -42,9 +45,19 @@ def gradients(sizes: tuple[int, ...], step: int) -> list[Tensor]:
     return made
 
 
-def train(config, dtype, *, sizes=SIZES, steps=STEPS, device="cpu", **kwargs) -> tuple[dict[str, Tensor], PagedAdamW]:
+def train(
+    config: PagingConfig,
+    dtype: torch.dtype,
+    *,
+    sizes: Any = SIZES,
+    steps: int = STEPS,
+    device: str = "cpu",
+    **kwargs: Any,
+) -> tuple[dict[str, Tensor], PagedAdamW]:
     generator = torch.Generator().manual_seed(0)
-    params = [torch.nn.Parameter((0.02 * torch.randn(n, generator=generator)).to(device, dtype)) for n in sizes]
+    params = [
+        torch.nn.Parameter((0.02 * torch.randn(n, generator=generator)).to(device, dtype)) for n in sizes
+    ]
     optimizer = PagedAdamW(params, paging=config, **kwargs)
     for step in range(1, steps + 1):
         for param, grad in zip(params, gradients(sizes, step), strict=True):
@@ -82,10 +95,15 @@ def budgets(optimizer: PagedAdamW) -> dict[str, int]:
 @pytest.mark.parametrize("bits", [8, 32])
 @pytest.mark.parametrize(("dtype", "decay"), KINDS)
 @pytest.mark.parametrize(("page_bytes", "budget"), LAYOUTS)
-def test_training_is_bit_equal_at_any_budget_and_page_size(page_bytes, budget, dtype, bits, decay):
+def test_training_is_bit_equal_at_any_budget_and_page_size(
+    page_bytes: int, budget: str, dtype: torch.dtype, bits: int, decay: float
+) -> None:
     layout = train(PagingConfig(page_mib=page_bytes / MIB), dtype, steps=0, state_bits=bits)[1]
     config = PagingConfig(
-        backend="host", page_mib=page_bytes / MIB, vram_budget_mib=budgets(layout)[budget] / MIB, staging_pages=3
+        backend="host",
+        page_mib=page_bytes / MIB,
+        vram_budget_mib=budgets(layout)[budget] / MIB,
+        staging_pages=3,
     )
     found, optimizer = train(config, dtype, state_bits=bits, weight_decay=decay)
     assert_bit_equal(found, resident(dtype, bits, decay))
@@ -96,7 +114,9 @@ def test_training_is_bit_equal_at_any_budget_and_page_size(page_bytes, budget, d
 
 @pytest.mark.parametrize("bits", [8, 32])
 @pytest.mark.parametrize(("prefetch", "page_mib"), [("step", 1), ("off", 4), ("step", 16)])
-def test_training_is_bit_equal_at_the_page_sizes_of_real_runs(prefetch, page_mib, bits):
+def test_training_is_bit_equal_at_the_page_sizes_of_real_runs(
+    prefetch: str, page_mib: int, bits: int
+) -> None:
     kwargs = {"sizes": DESIGN_SIZES, "steps": 50, "state_bits": bits}
     expected, _ = train(PagingConfig(backend="resident"), torch.bfloat16, **kwargs)
     config = PagingConfig(page_mib=page_mib, vram_budget_mib=0, prefetch=prefetch)
@@ -105,7 +125,7 @@ def test_training_is_bit_equal_at_the_page_sizes_of_real_runs(prefetch, page_mib
     assert optimizer.counters.pages_written == 50 * len(optimizer.table.pages)
 
 
-def test_the_comparison_notices_one_wrong_bit():
+def test_the_comparison_notices_one_wrong_bit() -> None:
     expected = resident(torch.float32, 8, 0.0)
     found = {name: value.clone() for name, value in expected.items()}
     found["6"].view(torch.int32)[11] ^= 1
@@ -117,7 +137,7 @@ def test_the_comparison_notices_one_wrong_bit():
 @pytest.mark.parametrize("bits", [8, 32])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("budget", ["none", "half", "all"])
-def test_training_on_a_gpu_is_bit_equal_at_any_budget(budget, dtype, bits):
+def test_training_on_a_gpu_is_bit_equal_at_any_budget(budget: str, dtype: torch.dtype, bits: int) -> None:
     expected, _ = train(PagingConfig(backend="resident"), dtype, device="cuda", state_bits=bits)
     layout = train(PagingConfig(page_mib=8_192 / MIB), dtype, steps=0, device="cuda", state_bits=bits)[1]
     config = PagingConfig(backend="host", page_mib=8_192 / MIB, vram_budget_mib=budgets(layout)[budget] / MIB)
@@ -129,6 +149,6 @@ def test_training_on_a_gpu_is_bit_equal_at_any_budget(budget, dtype, bits):
 @pytest.mark.gpu
 @pytest.mark.parametrize("bits", [8, 32])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_gpu_and_a_cpu_compute_the_same_bits(dtype, bits):
+def test_a_gpu_and_a_cpu_compute_the_same_bits(dtype: torch.dtype, bits: int) -> None:
     on_gpu, _ = train(PagingConfig(vram_budget_mib=0), dtype, device="cuda", state_bits=bits)
     assert_bit_equal(on_gpu, train(PagingConfig(), dtype, state_bits=bits)[0])
