@@ -9,21 +9,18 @@ and `pager`; the numbers are `kernels`. No choice of the first three can change 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from copy import copy
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from qlora_cli.optim import checks, pages, placement, state_file, state_io
-from qlora_cli.optim.backend import Backend, HostBackend, ResidentBackend, Streams, make_streams
+from qlora_cli.optim import checks, pages, state_file, state_io
 from qlora_cli.optim.kernels import KERNELS, EagerKernel, Hyper, Piece
-from qlora_cli.optim.pager import Pager
+from qlora_cli.optim.paged_state import MakeBackend, PagedState, formats_after_load
 from qlora_cli.optim.placement import Choice, PagingConfig
 from qlora_cli.optim.state_io import Moments
-from qlora_cli.optim.telemetry import PagingCounters, RunTotals, StateSize, step_record
 
 
 class PagedAdamW(torch.optim.Optimizer):
@@ -32,7 +29,6 @@ class PagedAdamW(torch.optim.Optimizer):
     Attributes:
         counters: What paging did since the optimizer was made.
         choices: What was `auto` and what it became: `backend`, `page_bytes`, `budget_bytes`, `kernel`.
-        table: Which state lies on which page.
     """
 
     def __init__(
@@ -68,26 +64,35 @@ class PagedAdamW(torch.optim.Optimizer):
         if kernel not in KERNELS:
             raise ValueError(f"kernel must be one of {', '.join(KERNELS)}, got {kernel!r}")
         pages.formats((), state_bits, min_8bit_size)
-        self.counters = PagingCounters()
-        self.choices: dict[str, Choice[Any]] = {}
-        self._totals = RunTotals()
         self._config = paging or PagingConfig()
         self._state_bits, self._min_8bit_size = state_bits, min_8bit_size
-        self._pager: Pager | None = None
-        self._closed = False
-        self._steps: list[int] = []
+        self._pages: PagedState | None = None
         self._flat: list[Tensor] = []
         self._hypers: list[Hyper | None] = []
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self._device = self._flat[0].device
-        self._kernel = EagerKernel(self._device)
+        device = self._flat[0].device
+        self._kernel = EagerKernel(device)
+        self._pages = PagedState(self._config, device, self._make_backend())
+        numels = [param.numel() for param in self._flat]
+        self._pages.build(numels, pages.formats(numels, state_bits, min_8bit_size))
+        self.counters = self._pages.counters
         reason = "the only kernel there is" if kernel == "auto" else f"kernel is {kernel}"
+        self.choices = self._pages.choices
         self.choices["kernel"] = Choice("eager", reason)
-        self._build(pages.formats([p.numel() for p in self._flat], state_bits, min_8bit_size))
+        self._totals = self._pages.totals
+
+    def _make_backend(self) -> MakeBackend | None:
+        """None for the real memory; a test puts in memory that runs copies in another order."""
+        return None
+
+    @property
+    def table(self) -> pages.PageTable:
+        """Which state lies on which page."""
+        return self._open().table
 
     def __repr__(self) -> str:
         """Torch's description, and where the state lies."""
-        where = f"{len(self.table.pages)} pages, backend {self.choices['backend'].value}"
+        where = "closed" if self._pages is None else f"backend {self.choices['backend'].value}"
         return f"{super().__repr__()} ({where})"
 
     # ---- parameters and layout
@@ -112,11 +117,9 @@ class PagedAdamW(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
         self._flat += group["params"]
-        self._steps += [0] * len(group["params"])
-        if self._pager is not None:
-            numels = [p.numel() for p in group["params"]]
-            added = pages.formats(numels, self._state_bits, self._min_8bit_size)
-            self._rebuild((*self.table.bits, *added))
+        if self._pages is not None:
+            numels = [param.numel() for param in group["params"]]
+            self._pages.grow(numels, pages.formats(numels, self._state_bits, self._min_8bit_size))
 
     def param_names(self) -> list[str]:
         """Name every parameter: as it was given, else `param_0`, `param_1` and so on.
@@ -129,44 +132,6 @@ class PagedAdamW(torch.optim.Optimizer):
             numbered = [f"param_{len(names) + k}" for k in range(len(group["params"]))]
             names += group.get("param_names", numbered)
         return names
-
-    def _build(self, bits: Sequence[int]) -> None:
-        """Lay out, place and allocate zeroed state for all parameters."""
-        config, numels = self._config, [param.numel() for param in self._flat]
-        total = pages.state_bytes(numels, bits)
-        page_bytes = placement.choose_page_bytes(config.page_mib, total, config.staging_pages)
-        backend = placement.choose_backend(config, self._device.type)
-        budget = placement.choose_budget(config.vram_budget_mib, total)
-        self.table = pages.page_table(numels, bits, page_bytes.value)
-        sizes = [page.num_bytes for page in self.table.pages]
-        resident = placement.resident_set(sizes, budget.value)
-        memory = self._make_backend(backend.value, sizes, resident)
-        self.counters.fallbacks += len(memory.fallbacks)
-        self.choices |= {"backend": backend, "page_bytes": page_bytes, "budget_bytes": budget}
-        self._pager = Pager(
-            memory,
-            sizes,
-            resident,
-            staging_pages=config.staging_pages,
-            prefetch=config.prefetch,
-            counters=self.counters,
-        )
-        self._reported = copy(self.counters)
-
-    def _make_backend(self, name: str, sizes: Sequence[int], resident: frozenset[int]) -> Backend:
-        """Allocate the state; a test replaces this to run copies in another order."""
-        streams: Streams = make_streams(self._device)
-        if name == "resident":
-            return ResidentBackend(sizes, self._device, streams)
-        return HostBackend(sizes, resident, self._device, streams)
-
-    def _rebuild(self, bits: Sequence[int]) -> None:
-        """Lay out anew, keeping all state."""
-        kept = [self._read(param) for param in range(len(self.table.numels))]
-        self._open_pager().close()
-        self._build(bits)
-        for param, moments in enumerate(kept):
-            self._write(param, moments)
 
     # ---- the step
 
@@ -186,18 +151,18 @@ class PagedAdamW(torch.optim.Optimizer):
                 updated.
             RuntimeError: After `close`.
         """
-        pager = self._open_pager()
+        state = self._open()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         live = [index for index, param in enumerate(self._flat) if param.grad is not None]
         checks.check_grads(self._flat, live, self.param_names)
-        self._set_hypers()
-        pager.run(self.table.pages_of(live), self._update_page)
+        self._set_hypers(state.steps)
+        state.pager.run(state.table.pages_of(live), self._update_page)
         return loss
 
-    def _set_hypers(self) -> None:
+    def _set_hypers(self, steps: list[int]) -> None:
         """Count the step of every live parameter and gather its scalars."""
         self._hypers = []
         for group in self.param_groups:
@@ -209,8 +174,8 @@ class PagedAdamW(torch.optim.Optimizer):
                     self._hypers.append(None)
                     continue
                 index = len(self._hypers)
-                self._steps[index] = step = self._steps[index] + 1
-                self._hypers.append(shared.setdefault(step, Hyper(*scalars, step)))
+                steps[index] += 1
+                self._hypers.append(shared.setdefault(steps[index], Hyper(*scalars, steps[index])))
 
     def _update_page(self, number: int, buffer: Tensor) -> None:
         page = self.table.pages[number]
@@ -236,13 +201,7 @@ class PagedAdamW(torch.optim.Optimizer):
         Returns:
             The record; see docs/paging.md for its fields.
         """
-        pager = self._open_pager()
-        pager.reclaim()
-        self.counters.nonfinite_elements, self.counters.zero_v_elements = self._kernel.counts()
-        record = step_record(self._size(), self.counters.since(self._reported), pager.take_times(), step_ms)
-        self._reported = copy(self.counters)
-        self._totals.add(record)
-        return record
+        return self._open().record(self._kernel.name, self._kernel.counts(), step_ms)
 
     def summary(self) -> str:
         """Say in one line what paging cost over all recorded steps.
@@ -251,21 +210,6 @@ class PagedAdamW(torch.optim.Optimizer):
             Such as `paging cost 0.2% of step time · 81 MiB on host · 0 evictions`.
         """
         return self._totals.line()
-
-    def _size(self) -> StateSize:
-        pager = self._open_pager()
-        sizes = [page.num_bytes for page in self.table.pages]
-        name = self.choices["backend"].value
-        return StateSize(
-            backend=name,
-            kernel=self._kernel.name,
-            emulated=name == "host" and self._device.type != "cuda",
-            state_bytes=sum(sizes),
-            resident_bytes=sum(sizes[page] for page in pager.resident),
-            pages=len(sizes),
-            resident_pages=len(pager.resident),
-            device_peak_bytes=pager.peak_device_bytes,
-        )
 
     # ---- checkpoints
 
@@ -293,15 +237,16 @@ class PagedAdamW(torch.optim.Optimizer):
         """
         if dialect not in ("ours", "bnb", "torch"):
             raise ValueError(f"dialect must be ours, bnb or torch, got {dialect!r}")
+        state = self._open()
         packed = super().state_dict()
         packed["state"] = {}
         for index, param in enumerate(self._flat):
-            if self._steps[index]:
-                moments = self._read(index)
+            if state.steps[index]:
+                moments = state.read(index)
                 moments = state_io.convert(moments, 32) if dialect == "torch" else moments
                 packed["state"][index] = state_io.as_entry(moments, param.shape, dialect)
         if dialect == "ours":
-            packed[state_file.KEY] = self._header() | {"numels": list(self.table.numels)}
+            packed[state_file.KEY] = self._header() | {"numels": list(state.table.numels)}
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -335,13 +280,13 @@ class PagedAdamW(torch.optim.Optimizer):
         Args:
             path: The file; learning rate and the other scalars are the recipe's and are not in it.
         """
-        names = self.param_names()
+        state, names = self._open(), self.param_names()
         header = self._header() | {
-            "numels": dict(zip(names, self.table.numels, strict=True)),
-            "steps": dict(zip(names, self._steps, strict=True)),
+            "numels": dict(zip(names, state.table.numels, strict=True)),
+            "steps": dict(zip(names, state.steps, strict=True)),
         }
         shapes = [param.shape for param in self._flat]
-        state_file.write_file(Path(path), header, names, shapes, self.table.bits, self._read)
+        state_file.write_file(Path(path), header, names, shapes, state.table.bits, state.read)
 
     def load(self, path: str | Path) -> None:
         """Read what `save` wrote, into whatever layout this optimizer has.
@@ -372,41 +317,21 @@ class PagedAdamW(torch.optim.Optimizer):
             "kernel": self._kernel.name,
         }
 
-    def _read(self, param: int) -> Moments:
-        pager = self._open_pager()
-        return state_io.read_moments(self.table, pager.read_view, param, self._steps[param])
-
     def _replace(self, found: Mapping[int, int], read: Callable[[int], Moments | None]) -> None:
-        """Replace all state by what `read` gives, zeros where it gives None.
-
-        Where some of the state that comes is 8-bit, each parameter keeps the format it comes in.
-        """
-        numels = self.table.numels
-        bits = list(pages.formats(numels, self._state_bits, self._min_8bit_size))
-        if self._state_bits == 8 and 8 in found.values():
-            bits = [found.get(param, form) for param, form in enumerate(bits)]
-        changed = sum(bits[param] != form for param, form in found.items())
-        if changed:
-            _warn(f"the moments of {changed} parameters are converted to the format of `state_bits`")
-        self._open_pager().fence()
-        if tuple(bits) != self.table.bits:
-            self._open_pager().close()
-            self._build(bits)
-        for param, form in enumerate(bits):
-            moments = read(param) or state_io.zero_moments(numels[param], form)
-            self._steps[param] = moments.step
-            self._write(param, state_io.convert(moments, form))
-
-    def _write(self, param: int, moments: Moments) -> None:
-        state_io.write_moments(self.table, self._open_pager().write_view, param, moments)
+        state = self._open()
+        wish = (self._state_bits, self._min_8bit_size)
+        bits, converted = formats_after_load(found, state.table.numels, *wish)
+        if converted:
+            _warn(f"the moments of {converted} parameters are converted to the format of `state_bits`")
+        state.replace(bits, read)
 
     # ---- end
 
     def close(self) -> None:
         """Wait for copies under way and free all state; `step` is an error afterwards. Twice is once."""
-        if self._pager is not None and not self._closed:
-            self._pager.close()
-        self._closed = True
+        if self._pages is not None:
+            self._pages.pager.close()
+        self._pages = None
 
     def __enter__(self) -> PagedAdamW:
         """Use as a context manager that closes."""
@@ -416,10 +341,10 @@ class PagedAdamW(torch.optim.Optimizer):
         """Close."""
         self.close()
 
-    def _open_pager(self) -> Pager:
-        if self._pager is None or self._closed:
+    def _open(self) -> PagedState:
+        if self._pages is None:
             raise RuntimeError("this optimizer was closed; its state is gone")
-        return self._pager
+        return self._pages
 
 
 def _warn(message: str) -> None:

@@ -66,7 +66,7 @@ def test_a_load_clears_the_state_of_parameters_it_has_none_for() -> None:
     del partial["state"][1]
     optimizer.load_state_dict(partial)
     assert list(optimizer.state_dict()["state"]) == [0]
-    moments = optimizer._read(1)
+    moments = optimizer._pages.read(1)
     assert moments.step == 0
     assert not moments.tensors["absmax1"].any()
 
@@ -94,7 +94,8 @@ def storages(tree: Any) -> set[int]:
 def test_no_tensor_of_a_state_dict_shares_memory_with_a_page(bits: int, config: PagingConfig) -> None:
     optimizer = train(config, 2, state_bits=bits)
     slabs = {
-        optimizer._pager.read_view(page.number).untyped_storage().data_ptr() for page in optimizer.table.pages
+        optimizer._pages.pager.read_view(page.number).untyped_storage().data_ptr()
+        for page in optimizer.table.pages
     }
     found = optimizer.state_dict()
     assert not storages(found) & slabs
@@ -106,7 +107,7 @@ def test_no_tensor_of_a_state_dict_shares_memory_with_a_page(bits: int, config: 
 
 def test_a_file_is_written_one_parameter_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     optimizer = train(ON_HOST, 2)
-    read, given, most = optimizer._read, [], []
+    read, given, most = optimizer._pages.read, [], []
 
     def counting(param: int) -> Any:
         moments = read(param)
@@ -114,7 +115,7 @@ def test_a_file_is_written_one_parameter_at_a_time(tmp_path: Path, monkeypatch: 
         most.append(sum(tensor() is not None for tensor in given))
         return moments
 
-    monkeypatch.setattr(optimizer, "_read", counting)
+    monkeypatch.setattr(optimizer._pages, "read", counting)
     optimizer.save(tmp_path / "optimizer.safetensors")
     assert len(given) == len(ODD_SIZES)
     assert max(most) <= 2  # the one being written and the next

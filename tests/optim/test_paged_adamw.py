@@ -35,9 +35,9 @@ class Adversarial(PagedAdamW):
 
     seed = 0
 
-    def _make_backend(self, name: str, sizes: Any, resident: Any) -> Any:
-        self.streams = AdversarialStreams(self.seed)
-        return PoisonedBackend(sizes, resident, self._device, self.streams)
+    def _make_backend(self) -> Any:
+        cpu = torch.device("cpu")
+        return lambda _, sizes, resident: PoisonedBackend(sizes, resident, cpu, AdversarialStreams(self.seed))
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -152,7 +152,7 @@ def test_training_a_module_lowers_its_loss() -> None:
 def test_each_step_moves_exactly_the_live_state_that_is_not_resident(budget: Any, bits: int) -> None:
     optimizer = train(paging(budget, 4_096), 1, state_bits=bits)
     sizes = [page.num_bytes for page in optimizer.table.pages]
-    resident = sum(sizes[page] for page in optimizer._pager.resident)
+    resident = sum(sizes[page] for page in optimizer._pages.pager.resident)
     assert resident <= optimizer.choices["budget_bytes"].value
     before = optimizer.counters.h2d_bytes
     go_on(optimizer, 1, 2)
@@ -184,17 +184,19 @@ def test_all_state_is_on_pages_however_small_the_tensors() -> None:
 @pytest.mark.parametrize("staging", [2, 4])
 def test_device_memory_is_the_budget_between_steps_and_the_slots_within_one(staging: int) -> None:
     optimizer = train(paging(10_000, 4_160, staging_pages=staging), 3)
-    backend, pager = optimizer._pager.backend, optimizer._pager
+    backend, pager = optimizer._pages.pager.backend, optimizer._pages.pager
     assert backend.device_bytes <= 10_000
     assert pager.peak_device_bytes == backend.device_bytes + staging * 4_160
 
 
 def test_a_closed_optimizer_frees_its_memory_and_says_so_when_used() -> None:
     with train(ON_HOST, 2) as optimizer:
-        slabs = [weakref.ref(slab) for slab in optimizer._pager.backend._host]
+        backend = optimizer._pages.pager.backend
+        slabs = [weakref.ref(slab) for slab in backend._host]
     gc.collect()
     assert all(slab() is None for slab in slabs)
-    assert optimizer._pager.backend.device_bytes == 0
+    assert backend.device_bytes == 0
+    assert "closed" in repr(optimizer)
     optimizer.close()
     for use in (optimizer.step, optimizer.state_dict, lambda: optimizer.record(1.0)):
         with pytest.raises(RuntimeError, match="was closed"):
@@ -251,7 +253,7 @@ def test_an_exception_in_a_kernel_leaves_whole_pages_and_training_can_go_on() ->
     ]
     assert not torch.equal(codes[0].view(-1)[:first_page], codes[1].view(-1)[:first_page])
     assert torch.equal(codes[0].view(-1)[first_page:], codes[1].view(-1)[first_page:])
-    assert optimizer._pager.backend.device_bytes == 0
+    assert optimizer._pages.pager.backend.device_bytes == 0
     go_on(optimizer, 1, 4)
 
 
@@ -353,8 +355,8 @@ def test_slabs_are_pinned_and_nothing_stays_on_the_gpu_at_budget_0() -> None:
     optimizer.zero_grad()
     torch.cuda.synchronize()
     optimizer.record(1.0)
-    assert all(slab.is_pinned() for slab in optimizer._pager.backend._host)
-    assert optimizer._pager.backend.device_bytes == 0
+    assert all(slab.is_pinned() for slab in optimizer._pages.pager.backend._host)
+    assert optimizer._pages.pager.backend.device_bytes == 0
     scratch = optimizer._kernel._scratch.nbytes
     assert torch.cuda.memory_allocated() - before - held - scratch <= 4 * MIB
 
