@@ -28,7 +28,7 @@ class Choices:
     """What the `auto` keys of a recipe became.
 
     Attributes:
-        compute_dtype: `fp32`, `bf16` or `fp16`; the dtype of matmuls and of the unquantised weights.
+        compute_dtype: `fp32` or `bf16`; the dtype of matmuls and of the unquantised weights.
         attention: `sdpa` or `eager`.
         activation_checkpointing: `none` or `full`.
     """
@@ -75,5 +75,7 @@ def _compute_dtype(device: DeviceFacts) -> Choice:
 
 def _activation_checkpointing(device: DeviceFacts) -> Choice:
     if device.kind == "cpu":
-        return Choice("none", "host memory holds the activations of small models, and recomputing costs a third")
+        return Choice(
+            "none", "host memory holds the activations of small models, and recomputing costs a third"
+        )
     return Choice("full", "the safe choice on a GPU: each layer keeps only its input")

@@ -1,8 +1,8 @@
 """The names of everything in a run folder, atomic writes, and what a `RUN` argument means.
 
-All file names stand here and nowhere else. A folder that others may read (a checkpoint, an adapter) is written
-beside its final name, flushed to disk with a manifest of sizes and hashes, and renamed: it is there whole or not
-at all.
+All file names stand here and nowhere else. A folder that others may read (a checkpoint, an adapter) is
+written beside its final name, flushed to disk with a manifest of sizes and hashes, and renamed: it is there
+whole or not at all.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def is_whole(folder: Path) -> bool:
 
 
 def missing_files(folder: Path) -> list[str]:
-    """Names of the files that differ from the folder's manifest; the manifest itself when it is not readable."""
+    """Files that differ from the folder's manifest, by name; the manifest itself where it is not readable."""
     try:
         listed: dict[str, dict[str, Any]] = json.loads((folder / MANIFEST).read_text("utf-8"))["files"]
     except (OSError, ValueError, KeyError):
@@ -122,7 +122,7 @@ def missing_files(folder: Path) -> list[str]:
 
 def _matches(path: Path, entry: dict[str, Any]) -> bool:
     try:
-        return path.stat().st_size == entry["bytes"] and sha256(path) == entry["sha256"]
+        return bool(path.stat().st_size == entry["bytes"] and sha256(path) == entry["sha256"])
     except (OSError, KeyError, TypeError):
         return False
 
@@ -140,8 +140,8 @@ def sha256(path: Path) -> str:
 def atomic_folder(path: Path) -> Iterator[Path]:
     """Write a folder that appears whole or not at all.
 
-    The caller fills the folder that is yielded; on leaving, a manifest is added, everything is flushed to disk and
-    the folder takes its name, in place of an older one. On an exception nothing is left behind.
+    The caller fills the folder that is yielded; on leaving, a manifest is added, everything is flushed to
+    disk and the folder takes its name, in place of an older one. On an exception nothing is left behind.
 
     Args:
         path: Final name.

@@ -2,10 +2,11 @@
 
     python scripts/compare_plain.py --config RECIPE [--set KEY=VALUE ...] [--steps 10] [--rounds 1]
 
-Each round runs ours, plain, plain, ours as processes of their own. Both train the same examples in the same order
-with the same batch; plain is what the libraries' own documentation shows: `prepare_model_for_kbit_training`,
-`get_peft_model`, `PagedAdamW8bit`, the model's own loss. Printed: tokens/s over the steps after the second, seconds
-of the first and the second step, peak memory (allocated on a GPU, resident on a CPU), first and last loss.
+Each round runs ours, plain, plain, ours as processes of their own. Both train the same examples in the same
+order with the same batch; plain is what the libraries' own documentation shows:
+`prepare_model_for_kbit_training`, `get_peft_model`, `PagedAdamW8bit`, the model's own loss. Printed: tokens/s
+over the steps after the second, seconds of the first and the second step, peak memory (allocated on a GPU,
+resident on a CPU), first and last loss.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def plain(config: str, overrides: list[str], steps: int) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     from qlora_cli.build.inputs import read_inputs
-    from qlora_cli.build.training import step_plan
+    from qlora_cli.build.training import build_schedule, step_plan
     from qlora_cli.config.load import load_recipe
     from qlora_cli.console import Console
     from qlora_cli.data.collate import collate
@@ -66,12 +67,13 @@ def plain(config: str, overrides: list[str], steps: int) -> dict[str, Any]:
     optimizer = bitsandbytes.optim.PagedAdamW8bit(parameters, lr=recipe.optimizer.learning_rate)
     device = parameters[0].device
     seconds, tokens, losses = [], [], []
+    schedule = build_schedule(inputs, steps)
     for step, _, micro_batches in step_plan(inputs).windows(1):
         if step > steps:
             break
         started = time.perf_counter()
         batches = [
-            collate([inputs.train.examples[i] for i in indices], inputs.tokenizer.pad_token_id)
+            collate([inputs.training.examples[i] for i in indices], inputs.tokenizer.pad_token_id)
             for indices in micro_batches
         ]
         total = 0.0
@@ -83,7 +85,8 @@ def plain(config: str, overrides: list[str], steps: int) -> dict[str, Any]:
                     labels=batch.labels.to(device),
                 ).loss / len(batches)
             loss.backward()
-            total += float(loss)
+            total += loss.item()
+        optimizer.param_groups[0]["lr"] = recipe.optimizer.learning_rate * schedule.factor(step)
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -102,7 +105,9 @@ def ours(config: str, overrides: list[str], steps: int) -> dict[str, Any]:
         for override in [*overrides, f"output_dir={folder}/run", f"train.max_steps={steps}"]:
             words += ["--set", override]
         subprocess.run(words, check=True, stdout=sys.stderr)
-        lines = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
+        lines = [
+            json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
+        ]
     return {
         "seconds": [line["step_ms"] / 1e3 for line in lines],
         "tokens": [line["tokens"] for line in lines],
@@ -114,7 +119,8 @@ def ours(config: str, overrides: list[str], steps: int) -> dict[str, Any]:
 
 def rate(run: dict[str, Any]) -> float:
     """Tokens per second of the median step after the second."""
-    return statistics.median(t / s for t, s in zip(run["tokens"][2:], run["seconds"][2:], strict=True))
+    rates: list[float] = [t / s for t, s in zip(run["tokens"][2:], run["seconds"][2:], strict=True)]
+    return statistics.median(rates)
 
 
 def main() -> None:

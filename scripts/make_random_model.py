@@ -2,9 +2,9 @@
 
     python scripts/make_random_model.py 8b OUT --tokenizer FOLDER [--rows 64 --words 2600]
 
-For measuring speed and memory without downloading a model: nothing useful can be learnt from either. The tokenizer
-of FOLDER (any with a chat template and fewer than 128,256 tokens) is copied; every row is longer than `--words`
-tokens, so with `overlong: truncate` all sequences have exactly `max_seq_len` tokens.
+For measuring speed and memory without downloading a model: nothing useful can be learnt from either. The
+tokenizer of FOLDER (any with a chat template and fewer than 128,256 tokens) is copied; every row is longer
+than `--words` tokens, so with `overlong: truncate` all sequences have exactly `max_seq_len` tokens.
 """
 
 from __future__ import annotations

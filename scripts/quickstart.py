@@ -1,7 +1,9 @@
 """Train, evaluate, merge and try SmolLM2-135M, offline: what `make quickstart` runs.
 
-Each step is one command of the tool, printed before it runs, so that it can be typed again. The script adds two
-things: the base model out of an installed package, and a check that the merged model answers as the adapter does.
+Each step is one command of the tool, printed before it runs, so that it can be typed again. The script adds
+two things: the base model out of an installed package, and a check that the merged model answers as the
+adapter
+    does.
 """
 
 from __future__ import annotations

@@ -18,9 +18,8 @@ def write(folder: Path, text: str = "weights") -> None:
 
 def test_a_failure_while_writing_leaves_the_folder_that_was_there(tmp_path: Path) -> None:
     write(tmp_path / "adapter", "old")
-    with pytest.raises(OSError, match="disk full"), run_folder.atomic_folder(tmp_path / "adapter") as partial:
-        (partial / run_folder.ADAPTER_WEIGHTS).write_text("new")
-        raise OSError("disk full")
+    with pytest.raises(TypeError), run_folder.atomic_folder(tmp_path / "adapter") as partial:
+        (partial / run_folder.ADAPTER_WEIGHTS).write_text(None)  # type: ignore[arg-type]
     assert (tmp_path / "adapter" / run_folder.ADAPTER_WEIGHTS).read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["adapter"]
 
@@ -38,7 +37,11 @@ def test_a_cut_file_a_missing_file_and_a_changed_byte_are_each_found(tmp_path: P
     write(tmp_path / "a")
     weights = tmp_path / "a" / run_folder.ADAPTER_WEIGHTS
     assert run_folder.missing_files(tmp_path / "a") == []
-    for damage in (lambda: weights.write_text("weight"), lambda: weights.write_text("weighty"), weights.unlink):
+    for damage in (
+        lambda: weights.write_text("weight"),
+        lambda: weights.write_text("weighty"),
+        weights.unlink,
+    ):
         damage()
         assert run_folder.missing_files(tmp_path / "a") == [run_folder.ADAPTER_WEIGHTS]
 

@@ -45,7 +45,9 @@ def _load(run: str, device: DeviceFacts, use_base: bool) -> tuple[Any, Any]:
         return model, load_tokenizer(str(folder), None, None, False)
     adapter = read_adapter(find_run(run).adapter)
     if adapter.base_name is None:
-        raise InputError(Fault("no-base", "the adapter does not say what its base is", file=str(adapter.folder)))
+        raise InputError(
+            Fault("no-base", "the adapter does not say what its base is", file=str(adapter.folder))
+        )
     model = load_base(
         adapter.base_name, adapter.revision, _as_trained(adapter, device), "sdpa", device.torch_device, False
     )

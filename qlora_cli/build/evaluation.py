@@ -65,7 +65,9 @@ def evaluate_run(run: str, sets: Sequence[str], console: Console, *, answers: bo
         )
     sources = _sources(inputs, inputs.validation, answers)
     longest = max((len(q.expected) for s in sources for q in s.questions), default=0)
-    tokens = inputs.tokenizer([q.expected for s in sources for q in s.questions if len(q.expected) == longest])
+    tokens = inputs.tokenizer(
+        [q.expected for s in sources for q in s.questions if len(q.expected) == longest]
+    )
     console.say("evaluating adapter and base")
     result = evaluate_adapter(
         load_trainable(base, target.adapter),

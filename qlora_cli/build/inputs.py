@@ -1,7 +1,7 @@
 """A recipe's inputs made real, in the order that finds faults cheapest: device, base config, tokenizer, data.
 
-Nothing here reads weights or writes files; every fault carries the recipe's file, line and column, or the data
-file and row.
+Nothing here reads weights or writes files; every fault carries the recipe's file, line and column, or the
+data file and row.
 """
 
 from __future__ import annotations
@@ -50,6 +50,12 @@ class Inputs:
     train: Split | None
     validation: Split | None
     files: Mapping[str, str]
+
+    @property
+    def training(self) -> Split:
+        """The training examples, where they were read."""
+        assert self.train is not None, "read_inputs was told that no training data are needed"
+        return self.train
 
     @property
     def quantization(self) -> QuantizationSpec:
@@ -115,7 +121,9 @@ def read_inputs(loaded: LoadedRecipe, console: Console, *, needs_train: bool = T
     if faults:
         raise InputError(faults)
     for warning in (warning for split in splits for warning in split.warnings):
-        console.warn(f"{warning.where}: {warning.message}" if warning.where else warning.message, warning.hint)
+        console.warn(
+            f"{warning.where}: {warning.message}" if warning.where else warning.message, warning.hint
+        )
     return Inputs(loaded, device, choices, config, tokenizer, train, validation, files)
 
 
@@ -125,12 +133,7 @@ def placed(loaded: LoadedRecipe) -> Iterator[None]:
     try:
         yield
     except InputError as error:
-        raise InputError(
-            [
-                loaded.fault(f.code, f.key, f.message, f.accepted, f.hint) if f.key and not f.file else f
-                for f in error.faults
-            ]
-        ) from error
+        raise InputError([loaded.located(fault) for fault in error.faults]) from error
 
 
 def _check_targets(loaded: LoadedRecipe, config: Any) -> None:
@@ -140,7 +143,9 @@ def _check_targets(loaded: LoadedRecipe, config: Any) -> None:
     try:
         match_targets(names, targets if isinstance(targets, str) else tuple(targets))
     except TargetError as error:
-        close = [near for name in error.unmatched for near in difflib.get_close_matches(name, error.available, n=1)]
+        close = [
+            near for name in error.unmatched for near in difflib.get_close_matches(name, error.available, n=1)
+        ]
         raise InputError(
             loaded.fault(
                 "target-not-found",
@@ -215,12 +220,14 @@ FREE_ON_RESUME = (
 def identity(inputs: Inputs) -> dict[str, Any]:
     """What must be equal for a run to go on: dotted recipe keys, with files replaced by their hashes.
 
-    Free to change are the length of the run, its intervals, and everything under `optimizer.paging`, none of which
-    alters what a step computes.
+    Free to change are the length of the run, its intervals, and everything under `optimizer.paging`, none of
+    which alters what a step computes.
     """
     recipe = inputs.loaded.recipe
     flat = dict(_flatten(recipe.model_dump(mode="json", exclude={"data": {"train", "validation"}})))
-    kept = {k: v for k, v in flat.items() if k not in FREE_ON_RESUME and not k.startswith("optimizer.paging.")}
+    kept = {
+        k: v for k, v in flat.items() if k not in FREE_ON_RESUME and not k.startswith("optimizer.paging.")
+    }
     kept["model.name_or_path"] = _fingerprint(inputs.config)
     kept["model.quantization.compute_dtype"] = inputs.choices.compute_dtype.value
     kept["data.train"] = [[Path(e.path).name, inputs.files[str(Path(e.path))]] for e in recipe.data.train]

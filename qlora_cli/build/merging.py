@@ -59,7 +59,9 @@ def _prompts(target: RunTarget, console: Console) -> list[list[int]]:
         return []
     try:
         recipe = load_recipe(target.recipe, check_files=False).recipe
-        tokenizer = load_tokenizer(str(target.adapter), None, template_of(recipe), recipe.model.trust_remote_code)
+        tokenizer = load_tokenizer(
+            str(target.adapter), None, template_of(recipe), recipe.model.trust_remote_code
+        )
         entries = recipe.data.validation if isinstance(recipe.data.validation, tuple) else recipe.data.train
         split = read_split(recipe, entries, tokenizer)
         if split.faults:

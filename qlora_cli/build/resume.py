@@ -49,9 +49,7 @@ def free_output_dir(loaded: LoadedRecipe, run: Path) -> None:
             loaded.fault("output-not-a-folder", "output_dir", f"`{existing}` is a file, not a folder")
         )
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise InputError(
-            loaded.fault("output-not-writable", "output_dir", f"`{existing}` cannot be written")
-        )
+        raise InputError(loaded.fault("output-not-writable", "output_dir", f"`{existing}` cannot be written"))
     foreign = run.is_dir() and any(run.iterdir()) and not (run / run_folder.RUN).is_file()
     if foreign:
         raise InputError(
@@ -80,8 +78,8 @@ def find_start(
         The newest whole checkpoint, or an empty start when there is none.
 
     Raises:
-        InputError: If `resume` is `never` and there is a run; if the folder holds a run with another identity; if
-            no checkpoint is whole.
+        InputError: If `resume` is `never` and there is a run; if the folder holds a run with another
+            identity; if no checkpoint is whole.
     """
     if not (run / run_folder.RUN).is_file():
         return Start()
@@ -96,7 +94,7 @@ def find_start(
         )
     _refuse_another_run(loaded, run, _recorded_identity(run), identity)
     found = run_folder.list_checkpoints(run)
-    skipped = []
+    skipped: list[tuple[str, str]] = []
     for step, path in reversed(found):
         missing = run_folder.missing_files(path)
         if not missing:
@@ -114,7 +112,8 @@ def find_start(
                     "checkpoint-damaged",
                     f"checkpoint cannot be resumed: {reason} missing or damaged",
                     file=str(run / run_folder.CHECKPOINTS / name),
-                    hint="start a new run from its weights with `lora.continue_from` and another `output_dir`",
+                    hint="start a new run from its weights with `lora.continue_from` and another
+                    `output_dir`",
                 )
                 for name, reason in skipped
             ]

@@ -91,7 +91,7 @@ def train(loaded: LoadedRecipe, console: Console, *, resume: str, command: Seque
 def step_plan(inputs: Inputs) -> StepPlan:
     """The micro-batches of every step of a run."""
     recipe = inputs.loaded.recipe
-    lengths = [len(example.input_ids) for example in inputs.train.examples]
+    lengths = [len(example.input_ids) for example in inputs.training.examples]
 
     def epoch_batches(epoch: int) -> Sequence[Sequence[int]]:
         return plan_epoch(
@@ -106,6 +106,12 @@ def step_plan(inputs: Inputs) -> StepPlan:
         epochs = 1.0
     total = count_steps(num_batches, window, epochs, recipe.train.max_steps)
     return StepPlan(epoch_batches, window, num_batches, total)
+
+
+def build_schedule(inputs: Inputs, total_steps: int) -> Schedule:
+    """The learning rate of a run of that many steps."""
+    spec = inputs.loaded.recipe.schedule
+    return Schedule(spec.name, total_steps, spec.warmup_ratio, spec.min_lr_ratio, spec.decay_ratio)
 
 
 def _model(inputs: Inputs, start: Start) -> Any:
@@ -244,7 +250,7 @@ class _Session:
             resumed_from=str(self.start.checkpoint.name) if self.start.checkpoint else None,
         )
         run_folder.write_json(self.run / run_folder.RUN, document)
-        report = {"train": self.inputs.train.report.as_json()}
+        report = {"train": self.inputs.training.report.as_json()}
         if self.inputs.validation is not None:
             report["validation"] = self.inputs.validation.report.as_json()
         run_folder.write_json(self.run / run_folder.DATA_REPORT, report)
@@ -258,13 +264,7 @@ class _Session:
             eval_every_steps=recipe.train.eval_every_steps,
             save_every_steps=recipe.train.save_every_steps,
         )
-        schedule = Schedule(
-            recipe.schedule.name,
-            self.plan.total_steps,
-            recipe.schedule.warmup_ratio,
-            recipe.schedule.min_lr_ratio,
-            recipe.schedule.decay_ratio,
-        )
+        schedule = build_schedule(self.inputs, self.plan.total_steps)
         self.console.say(self._describe())
         with (
             stop_on_signals() as stop,
@@ -278,7 +278,7 @@ class _Session:
                 schedule,
                 settings,
                 Hooks(
-                    batch=lambda indices: self._batch(self.inputs.train.examples, indices),
+                    batch=lambda indices: self._batch(self.inputs.training.examples, indices),
                     loss=self._loss,
                     evaluate=self._evaluate if self.inputs.validation is not None else None,
                     save=self._save,
@@ -295,11 +295,11 @@ class _Session:
 
     def _describe(self) -> str:
         trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
-        examples = len(self.inputs.train.examples)
+        examples = len(self.inputs.training.examples)
         backend = self.optimizer.choices["backend"]
         return (
-            f"training {trained / 1e6:.1f} M parameters on {examples} examples for {self.plan.total_steps} steps;"
-            f" optimizer state: {backend.value} ({backend.reason})"
+            f"training {trained / 1e6:.1f} M parameters on {examples} examples for {self.plan.total_steps}"
+            f" steps; optimizer state: {backend.value} ({backend.reason})"
         )
 
     def _batch(self, examples: Sequence[Tokenized], indices: Sequence[int]) -> Batch:

@@ -22,8 +22,8 @@ def evaluate(
 ) -> None:
     """Measure base and adapter on the run's validation data: loss, perplexity, exact answers.
 
-    Loss is the sum over supervised tokens divided by their number, whatever the batch size. The result is written to
-    `eval.json` in the run folder as well.
+    Loss is the sum over supervised tokens divided by their number, whatever the batch size. The result is
+    written to `eval.json` in the run folder as well.
 
     Example: qlora eval runs/smollm2_135m --set train.micro_batch_size=16
     """

@@ -59,8 +59,8 @@ def merge(
     console.say(f"base: {report.base} ({report.base_reason})")
     proof = report.comparison
     console.say(
-        f"{report.changed_tensors} of {report.tensors} tensors changed; merged against base + adapter: largest"
-        f" difference of a logit {proof.max_abs_diff:.3g}, mean KL {proof.mean_kl:.3g} nats, same next token"
-        f" {proof.top1_agreement:.1%}"
+        f"{report.changed_tensors} of {report.tensors} tensors changed; merged against base + adapter:"
+        f" largest difference of a logit {proof.max_abs_diff:.3g}, mean KL {proof.mean_kl:.3g} nats,"
+        f" same next token {proof.top1_agreement:.1%}"
     )
     console.say(f"wrote {report.output}")

@@ -271,10 +271,7 @@ VALUES: dict[str, dict[str, str]] = {
     },
     "model.quantization.compute_dtype": {
         "bfloat16": "bf16", "torch.bfloat16": "bf16", "bf16-true": "bf16", "bf16-mixed": "bf16",
-        "half": "fp16",
-        "float16": "fp16", "torch.float16": "fp16", "float32": "fp32", "torch.float32": "fp32",
-        "float": "fp32",
-        "32": "fp32", "16": "bf16",
+        "float32": "fp32", "torch.float32": "fp32", "float": "fp32", "32": "fp32", "16": "bf16",
     },
     "model.attention": {"torch": "sdpa", "disabled": "eager", "manual": "eager", "none": "eager"},
     "lora.target_modules": {"all": "all-linear", "all_linear": "all-linear", "linear": "all-linear"},

@@ -41,7 +41,7 @@ class Quantization(Section):
     """Storage of linear layers: 4-bit NF4, 4-bit floating point, or `none` to leave them as they are."""
     double_quant: bool = True
     """Quantize the scale of each block (`absmax`) too: 0.37 bits a weight less."""
-    compute_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    compute_dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Type of the matrix products; `auto` is bf16 where the device is fast in it, else fp32."""
     skip_modules: tuple[Text, ...] = ()
     """Names of linear layers that are not quantized, besides the output layer."""

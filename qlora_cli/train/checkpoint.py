@@ -36,7 +36,8 @@ class TrainerState:
 
     Attributes:
         step: Optimizer steps done.
-        identity: What makes this run this run (dotted recipe keys and data fingerprints); must match on resume.
+        identity: What makes this run this run (dotted recipe keys and data fingerprints); must match on
+        resume.
         best: Best evaluation so far, None before the first.
         versions: Package versions that wrote the checkpoint.
         format: Version of this layout.
@@ -106,7 +107,8 @@ def differing_keys(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str
         now: The same of the run that wants to go on.
 
     Returns:
-        Dotted key to (saved value, value now) for each that differs, sorted by key; a missing one counts as None.
+        Dotted key to (saved value, value now) for each that differs, sorted by key; a missing one counts as
+        None.
     """
     keys = sorted(saved.keys() | now.keys())
     return {key: (saved.get(key), now.get(key)) for key in keys if saved.get(key) != now.get(key)}

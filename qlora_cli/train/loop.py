@@ -1,9 +1,10 @@
-"""The training loop: steps over batches, gradients summed over the accumulation window, one update, one record.
+"""The training loop: steps over batches, gradients summed over the accumulation window, one update, one
+record.
 
-The loss of a step is the sum over its supervised tokens divided once by their number, over all micro-batches and
-processes, so neither the split into micro-batches nor padding changes it. Every process runs its share of the
-window without synchronising and the gradients are summed once at the end. The loop knows batches, a model, an
-optimizer and callables; it does not know recipes, files or the terminal.
+The loss of a step is the sum over its supervised tokens divided once by their number, over all micro-batches
+and processes, so neither the split into micro-batches nor padding changes it. Every process runs its share of
+the window without synchronising and the gradients are summed once at the end. The loop knows batches, a
+model, an optimizer and callables; it does not know recipes, files or the terminal.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which examples each optimizer step trains: a pure function of the seed, so a step number is a data position."""
+"""Which examples a step trains: a pure function of the seed, so that a step number is a data position."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ MicroBatch = Sequence[int]
 class StepPlan:
     """Cuts every epoch's micro-batches into the accumulation windows of optimizer steps.
 
-    The last window of an epoch may hold fewer micro-batches: it is stepped like the others and its loss is divided
-    by what it holds; nothing is carried into the next epoch.
+    The last window of an epoch may hold fewer micro-batches: it is stepped like the others and its loss is
+    divided by what it holds; nothing is carried into the next epoch.
 
     Attributes:
-        epoch_batches: Epoch number from 0 to that epoch's micro-batches (lists of example indices), always the
-            same for one epoch, and of the same number for all epochs.
+        epoch_batches: Epoch number from 0 to that epoch's micro-batches (lists of example indices), always
+            the same for one epoch, and of the same number for all epochs.
         window: Micro-batches a full step takes: `gradient_accumulation_steps` times the number of processes.
         num_batches: Micro-batches in one epoch.
         total_steps: Optimizer steps of the whole run.

@@ -40,7 +40,10 @@ FAULTS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
         ["recipe.yaml:3:", "rnak", "`rank`"],
     ),
     "wrong-type": (lambda w: replace(w / "recipe.yaml", "rank: 4", "rank: four"), ["recipe.yaml:3:", "four"]),
-    "missing-column": (lambda w: (w / "train.jsonl").write_text('{"text": "x"}\n'), ["train.jsonl:1", "messages"]),
+    "missing-column": (
+        lambda w: (w / "train.jsonl").write_text('{"text": "x"}\n'),
+        ["train.jsonl:1", "messages"],
+    ),
     "row-without-messages": (
         lambda w: (w / "train.jsonl").open("a").write('{"messages": []}\n'),
         ["train.jsonl:7"],
@@ -138,7 +141,9 @@ def test_a_stop_signal_saves_exits_130_and_names_the_command_that_goes_on(
     assert f"going on from {last}" in more.stderr
 
 
-def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_loaded(qlora: Qlora, work: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_loaded(
+    qlora: Qlora, work: Path
+) -> None:
     if os.geteuid() == 0:
         target = Path("/proc/qlora-run")  # root may write anywhere but here
     else:

@@ -29,14 +29,18 @@ def examples(count: int) -> list[Tokenized]:
     for row in range(count):
         length = 3 + 7 * row
         ids = torch.randint(4, 300, (length,), generator=draw).tolist()
-        found.append(Tokenized(ids, [-100] * (1 + row) + ids[1 + row :], Origin("rows.jsonl", row + 1), "rows"))
+        found.append(
+            Tokenized(ids, [-100] * (1 + row) + ids[1 + row :], Origin("rows.jsonl", row + 1), "rows")
+        )
     return found
 
 
 class Run:
     """One training of the embedding-free part of a tiny Llama, with its records."""
 
-    def __init__(self, model: Any, micro_batches: Sequence[Sequence[int]], window: int, steps: int = 2) -> None:
+    def __init__(
+        self, model: Any, micro_batches: Sequence[Sequence[int]], window: int, steps: int = 2
+    ) -> None:
         self.model = model
         self.data = examples(6)
         self.records: list[StepMetrics] = []
@@ -72,7 +76,9 @@ class Run:
         return training_loss(model, batch) * (math.nan if self.poison in rows else 1.0)
 
 
-@pytest.mark.parametrize("split", [[[0], [1], [2], [3], [4], [5]], [[0, 1], [2, 3, 4, 5]], [[5, 4, 3], [2, 1, 0]]])
+@pytest.mark.parametrize(
+    "split", [[[0], [1], [2], [3], [4], [5]], [[0, 1], [2, 3, 4, 5]], [[5, 4, 3], [2, 1, 0]]]
+)
 def test_loss_and_gradient_of_a_step_do_not_depend_on_the_split_into_micro_batches(
     tiny_llama: Callable[..., Any], split: list[list[int]]
 ) -> None:
@@ -84,7 +90,9 @@ def test_loss_and_gradient_of_a_step_do_not_depend_on_the_split_into_micro_batch
         assert (one.tokens, one.supervised_tokens) == (other.tokens, other.supervised_tokens)
 
 
-def test_the_loss_of_a_step_is_the_models_own_loss_over_the_same_tokens(tiny_llama: Callable[..., Any]) -> None:
+def test_the_loss_of_a_step_is_the_models_own_loss_over_the_same_tokens(
+    tiny_llama: Callable[..., Any],
+) -> None:
     run = Run(tiny_llama(), [[3]], window=1, steps=1)
     model, batch = tiny_llama(), run.batch([3])
     expected = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, labels=batch.labels).loss
@@ -98,7 +106,9 @@ def test_a_short_last_window_is_divided_by_what_it_holds(tiny_llama: Callable[..
     assert short.records[0].grad_norm == pytest.approx(full.records[0].grad_norm, rel=1e-4)
 
 
-def test_clipping_bounds_the_step_and_the_reported_norm_is_the_one_before(tiny_llama: Callable[..., Any]) -> None:
+def test_clipping_bounds_the_step_and_the_reported_norm_is_the_one_before(
+    tiny_llama: Callable[..., Any],
+) -> None:
     free = Run(tiny_llama(), [[0, 1]], window=1, steps=1).go(max_grad_norm=0.0)
     clipped = Run(tiny_llama(), [[0, 1]], window=1, steps=1).go(max_grad_norm=1e-3)
     assert clipped.records[0].grad_norm == free.records[0].grad_norm > 1e-3

@@ -21,7 +21,9 @@ def plan(num_batches: int, window: int, total_steps: int) -> StepPlan:
 
 
 @given(st.integers(1, 30), st.integers(1, 8), st.integers(1, 4))
-def test_whole_epochs_train_every_micro_batch_once_in_order(num_batches: int, window: int, epochs: int) -> None:
+def test_whole_epochs_train_every_micro_batch_once_in_order(
+    num_batches: int, window: int, epochs: int
+) -> None:
     steps = count_steps(num_batches, window, float(epochs), None)
     trained = [i for _, _, batches in plan(num_batches, window, steps).windows(1) for [i] in batches]
     assert trained == list(range(num_batches * epochs))
@@ -46,7 +48,9 @@ def test_the_epoch_of_a_step_is_the_share_of_data_seen() -> None:
 
 
 @given(st.integers(1, 1000), st.integers(1, 16), st.floats(0.01, 10))
-def test_a_fraction_of_an_epoch_is_rounded_up_to_whole_steps(num_batches: int, window: int, epochs: float) -> None:
+def test_a_fraction_of_an_epoch_is_rounded_up_to_whole_steps(
+    num_batches: int, window: int, epochs: float
+) -> None:
     exact = epochs * math.ceil(num_batches / window)
     assert exact - 1e-6 <= count_steps(num_batches, window, epochs, None) < exact + 1
 
