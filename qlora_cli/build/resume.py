@@ -112,8 +112,7 @@ def find_start(
                     "checkpoint-damaged",
                     f"checkpoint cannot be resumed: {reason} missing or damaged",
                     file=str(run / run_folder.CHECKPOINTS / name),
-                    hint="start a new run from its weights with `lora.continue_from` and another
-                    `output_dir`",
+                    hint="start a new run from its weights: `lora.continue_from` and a new `output_dir`",
                 )
                 for name, reason in skipped
             ]
