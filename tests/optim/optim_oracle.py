@@ -62,13 +62,18 @@ def adamw8_(
     m, v = torch.where(ok, m, 0.0), torch.where(ok, v, 0.0)
     k1, k2 = 1.0 - b1**t, math.sqrt(1.0 - b2**t)
     new = pf * (1.0 - lr * wd) if wd else pf
-    new = new - lr / k1 * (m / (v.sqrt() / k2 + eps))
+    new = new - lr / k1 * (m / (exact_sqrt(v) / k2 + eps))
     p.copy_(torch.where(ok, new, pf).view_as(p))
     for s, q, codes, absmax, sign in (
         (m, Q1, "exp_avg", "absmax1", True),
         (v, Q2, "exp_avg_sq", "absmax2", False),
     ):
         state[codes], state[absmax] = requantise(s, q, sign, block)
+
+
+def exact_sqrt(v: Tensor) -> Tensor:
+    """Correctly rounded: the root in fp64 is never near enough to a midpoint of fp32 to round wrongly."""
+    return v.double().sqrt().float()
 
 
 def zero_state(numel: int, block: int = BLOCK) -> dict[str, Tensor]:

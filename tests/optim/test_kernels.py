@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from optim_oracle import Q1, Q2, adamw8_, encode, zero_state
+from optim_oracle import Q1, Q2, adamw8_, encode, exact_sqrt, zero_state
 from optim_tools import differing, kernel_step, make_params, set_grads
 from torch import Tensor
 
@@ -57,6 +57,13 @@ def test_the_maps_are_those_of_bitsandbytes_bit_for_bit() -> None:
     for signed in (True, False):
         theirs = functional.create_dynamic_map(signed=signed)
         assert torch.equal(kernels.dynamic_map(signed), theirs)
+
+
+def test_roots_are_correctly_rounded_so_that_no_cpu_computes_another_number() -> None:
+    values = torch.rand(100_000, generator=torch.Generator().manual_seed(0)) ** 4 * 1e-3
+    roots = torch.empty_like(values)
+    kernels._sqrt(values, roots)
+    assert torch.equal(roots, exact_sqrt(values))
 
 
 def test_kernels_and_pages_agree_on_the_block() -> None:

@@ -362,6 +362,7 @@ def test_slabs_are_pinned_and_nothing_stays_on_the_gpu_at_budget_0() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature:UserWarning")
 def test_a_step_in_the_steady_state_does_not_wait_for_the_gpu() -> None:
     params = make_params((200_000, 5_000), device="cuda", dtype=torch.bfloat16)
     optimizer = PagedAdamW(params, paging=PagingConfig(vram_budget_mib=0))
