@@ -183,7 +183,7 @@ def load_base(
         code = "attention-not-available" if "attention" in str(error) else "base-unreadable"
         message = f"the base `{name_or_path}` cannot be loaded: {_first_line(error)}"
         raise InputError(Fault(code, message, key=KEY)) from error
-    _check_report(name_or_path, report)
+    _check_report(name_or_path, model, report)
     keep_training_layout(model)
     base: PreTrainedModel = model.requires_grad_(False).eval()
     return base
@@ -240,12 +240,19 @@ def _skipped(config: PreTrainedConfig, skip_modules: tuple[str, ...]) -> list[st
     return head_names(model) + matched
 
 
-def _check_report(name_or_path: str, report: dict[str, Any]) -> None:
-    """Refuse a base of which a tensor was not found: transformers would go on with random numbers."""
-    wrong = {
-        "lacks": sorted(report.get("missing_keys") or ()),
-        "has in another shape": sorted(str(key[0]) for key in report.get("mismatched_keys") or ()),
-    }
+def _check_report(name_or_path: str, model: nn.Module, report: dict[str, Any]) -> None:
+    """Refuse a base of which a tensor is missing or of another shape.
+
+    transformers goes on with random numbers for the first, and with whatever was quantised for the second.
+    """
+    shapes = [str(key[0]) for key in report.get("mismatched_keys") or ()]
+    shapes += [
+        f"{name}.weight"
+        for name, layer in linear4bit_layers(model)
+        if (state := getattr(layer.weight, "quant_state", None)) is not None
+        and tuple(state.shape) != (layer.out_features, layer.in_features)
+    ]
+    wrong = {"lacks": sorted(report.get("missing_keys") or ()), "has in another shape": sorted(shapes)}
     for what, names in wrong.items():
         if names:
             message = (

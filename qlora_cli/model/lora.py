@@ -155,7 +155,8 @@ def load_trainable(base: PreTrainedModel, adapter_dir: Path) -> PeftModel:
             the file must find its place, and every place must be filled.
     """
     adapter = align(read_adapter(adapter_dir), _weight_shapes(base))
-    stored = dict(adapter.config) | {"inference_mode": False}
+    own = {"inference_mode": False, "base_model_name_or_path": None, "revision": None}
+    stored = dict(adapter.config) | own
     model = _with_adapter(base, LoraConfig.from_peft_type(**stored), seed=0)
     expected = {name: tensor.shape for name, tensor in _adapter_tensors(model).items()}
     found = adapter.canonical()
