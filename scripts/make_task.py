@@ -55,17 +55,17 @@ PHRASINGS = (
     Phrasing("meeting", "at", "Meet {who} about the {what} on {day} at {number}."),
     Phrasing("meeting", "at", "{day} {number}: meeting with {who} about the {what}."),
     Phrasing("reminder", "at", "Remind {who} to {what} on {day} at {number}."),
-    Phrasing("reminder", "at", "{who} has to {what} on {day} at {number}."),
+    Phrasing("reminder", "at", "Reminder for {who}: {what} on {day} at {number}."),
     Phrasing("expense", "amount", "{who} paid ${number} for {what} on {day}."),
     Phrasing("expense", "amount", "On {day} {what} cost {who} {number} dollars."),
     Phrasing("order", "count", "Order {number} {what} from {who} by {day}."),
     Phrasing("order", "count", "We need {number} {what} on {day}, {who} sells them."),
 )
 UNSEEN_PHRASINGS = (
-    Phrasing("meeting", "at", "The {what} is what we discuss with {who} on {day} at {number}."),
+    Phrasing("meeting", "at", "There is a meeting about the {what} with {who} on {day} at {number}."),
     Phrasing("meeting", "at", "{who} wants to meet about the {what}, {day} at {number}."),
     Phrasing("reminder", "at", "Please remind {who} on {day} at {number} to {what}."),
-    Phrasing("reminder", "at", "{who} must not forget to {what} on {day} at {number}."),
+    Phrasing("reminder", "at", "{who} needs a reminder to {what} on {day} at {number}."),
     Phrasing("expense", "amount", "For {what} {who} spent ${number} on {day}."),
     Phrasing("expense", "amount", "{day}: {who} bought {what} and paid {number} dollars."),
     Phrasing("order", "count", "By {day} we want {number} {what}, order them from {who}."),
@@ -87,11 +87,11 @@ WORDS = Words(
             "lock the shed, buy stamps, charge the drill, wash the car, print the tickets, close the windows"
         ),
         "expense": listed(
-            "lunch, dinner, train tickets, paint, books, coffee, parking, flowers, printer ink, groceries, "
+            "lunch, dinner, train tickets, paint, books, coffee, parking, flowers, printer ink, vegetables, "
             "shoes, bread"
         ),
         "order": listed(
-            "chairs, boxes of nails, light bulbs, bags of sand, blue folders, towels, apple trees, "
+            "chairs, boxes of nails, light bulbs, bags of sand, blue folders, bath towels, apple trees, "
             "batteries, door handles, white shirts, garden hoses, bricks"
         ),
     },
