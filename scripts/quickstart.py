@@ -48,11 +48,14 @@ def main() -> None:
     report: dict[str, Any] = json.loads((options.run / "eval.json").read_text("utf-8"))
     if not options.merged.exists():
         call(["qlora", "merge", str(options.run), "--output", str(options.merged)])
-    user = [m["content"] for m in json.loads(HELD_OUT.read_text("utf-8").split("\n")[0])["messages"]][-2]
+    system, user = [m["content"] for m in json.loads(HELD_OUT.read_text("utf-8").split("\n")[0])["messages"]][
+        :2
+    ]
+    asked = [user, "--system", system, "--max-new-tokens", "48"]
     answers = {
-        "base": call(["qlora", "generate", str(options.run), user, "--base"], capture=True),
-        "adapter": call(["qlora", "generate", str(options.run), user], capture=True),
-        "merged": call(["qlora", "generate", str(options.merged), user], capture=True),
+        "base": call(["qlora", "generate", str(options.run), *asked, "--base"], capture=True),
+        "adapter": call(["qlora", "generate", str(options.run), *asked], capture=True),
+        "merged": call(["qlora", "generate", str(options.merged), *asked], capture=True),
     }
 
     print("\nexact answers          before   after")

@@ -17,7 +17,7 @@ from qlora_cli import __version__, run_folder
 from qlora_cli.device import DeviceFacts
 
 PACKAGES = (
-    "torch", "transformers", "peft", "bitsandbytes", "accelerate", "datasets", "tokenizers", "safetensors",
+    "torch", "transformers", "peft", "bitsandbytes", "accelerate", "tokenizers", "safetensors",
 )  # fmt: skip
 TRAINING_ONLY = (run_folder.OPTIMIZER, run_folder.TRAINER_STATE, run_folder.RNG, run_folder.MANIFEST)
 

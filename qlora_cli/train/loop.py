@@ -1,5 +1,4 @@
-"""The training loop: steps over batches, gradients summed over the accumulation window, one update, one
-record.
+"""The training loop: gradients summed over the accumulation window, one update, one record a step.
 
 The loss of a step is the sum over its supervised tokens divided once by their number, over all micro-batches
 and processes, so neither the split into micro-batches nor padding changes it. Every process runs its share of
