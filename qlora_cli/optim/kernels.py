@@ -17,6 +17,7 @@ parameter sees the moments before they are quantised.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -248,11 +249,12 @@ class EagerKernel:
                 `absmax2` (num_blocks,) fp32.
             pieces: What to update, by `block0`; blocks of no piece are left alone.
         """
-        for run in chunks(pieces, self._max_blocks):
-            first = run[0].block0
-            stop = run[-1].block0 + run[-1].num_blocks
-            part = {name: area[first:stop] for name, area in state.items()}
-            self._update_run_(part, run, stop - first)
+        with _one_cpu_thread():
+            for run in chunks(pieces, self._max_blocks):
+                first = run[0].block0
+                stop = run[-1].block0 + run[-1].num_blocks
+                part = {name: area[first:stop] for name, area in state.items()}
+                self._update_run_(part, run, stop - first)
 
     def counts(self) -> tuple[int, int]:
         """Count elements since the kernel was made, without waiting for a GPU.
@@ -330,6 +332,21 @@ class EagerKernel:
         moment1.masked_fill_(lost, 0.0)
         moment2.masked_fill_(lost, 0.0)
         return keep
+
+
+@contextlib.contextmanager
+def _one_cpu_thread() -> Iterator[None]:
+    """Keep short operations out of the thread pool.
+
+    A step makes a thousand of them, each some 20 us. On a machine that is busy otherwise the pool's threads
+    wait for one another at every one, and a step that takes 0.1 s of work takes 10 s.
+    """
+    used = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(used)
 
 
 def _load(codes: Tensor, absmax: Tensor, code: Code, moment: Tensor) -> None:
