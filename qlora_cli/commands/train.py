@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from enum import Enum
 from typing import Annotated
@@ -36,7 +37,8 @@ def train(
     """
     from qlora_cli.config.load import load_recipe
 
-    console = Console(quiet=quiet)
+    is_first = os.environ.get("RANK", "0") == "0"  # of the processes that torchrun or accelerate started
+    console = Console(quiet=quiet or not is_first)
     loaded = load_recipe(config, set_ or ())
 
     from qlora_cli.build.training import train as run
