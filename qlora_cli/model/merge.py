@@ -16,7 +16,7 @@ import torch
 
 from qlora_cli.errors import Fault, InputError, RunError
 from qlora_cli.model.adapter import Adapter, align, read_adapter
-from qlora_cli.model.base_choice import BASES, choose_base
+from qlora_cli.model.base_choice import BASES, BaseChoice, choose_base
 from qlora_cli.model.base_files import BaseFiles, open_base
 from qlora_cli.model.fit import Fit, fit
 from qlora_cli.model.fold import Fold
@@ -32,7 +32,7 @@ from qlora_cli.model.merged_folder import (
     write_card,
 )
 from qlora_cli.model.shards import plan_shards, write_shards
-from qlora_cli.model.verify import LogitComparison, compare_logits
+from qlora_cli.model.verify import EFFECT_EXACT, LogitComparison, compare_logits
 from qlora_cli.run_folder import ADAPTER_WEIGHTS, sha256
 
 OUTPUT_DTYPES: Mapping[str, torch.dtype | None] = {"auto": None, **DTYPES}  # None: as the base stores it
@@ -133,21 +133,13 @@ def merge(
     fitting = fit(adapter, files)
     if adapter.is_without_effect:
         raise RunError(_nothing_changed(adapter, "every `lora_B` of the adapter is zero"))
-    num_tokens = _rows(files, fitting, files.layout.embedding)
-    check_tokenizer(find_tokenizer(adapter.folder, files.folder), num_tokens, trust_remote_code)
+    tokenizer = find_tokenizer(adapter.folder, files.folder)
+    check_tokenizer(tokenizer, _rows(files, fitting), trust_remote_code)
     fold = Fold(adapter, files, fitting, choice.quantization, OUTPUT_DTYPES[dtype], device)
-    planned = fold.plan()
-    check_output(output, sum(tensor.num_bytes for tensor in planned))
+    check_output(output, sum(tensor.num_bytes for tensor in fold.plan()))
     out_dtype = OUTPUT_DTYPES[dtype] or files.dtype
     with appearing(output) as folder:
-        write_shards(folder, plan_shards(planned), fold.value, on_shard)
-        if not fold.changed:
-            raise RunError(
-                _nothing_changed(adapter, f"the change is below the precision of {_name(out_dtype)}")
-            )
-        config = merged_config(files, out_dtype, num_tokens, _is_tied(files, fitting))
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
-        copy_companions(folder, adapter.folder, files)
+        _write(folder, adapter, files, fitting, fold, out_dtype, on_shard)
         comparison = compare_logits(
             adapter,
             files,
@@ -156,26 +148,56 @@ def merge(
             dtype=out_dtype,
             prompts=[
                 *(prompts or _built_in(folder, trust_remote_code)),
-                *_new_tokens(adapter, files, num_tokens),
+                *_new_tokens(adapter, files, fitting),
             ],
             device=device,
             trust_remote_code=trust_remote_code,
         )
-        _require(comparison, output)
-        report = MergeReport(
-            output=output,
-            base=choice.name,
-            base_reason=choice.reason,
-            base_model=files.name,
-            dtype=_name(out_dtype),
-            tensors=len(planned),
-            changed_tensors=len(fold.changed),
-            untied=fitting.untied,
-            notes=tuple(_notes(fold, fitting, out_dtype)),
-            comparison=comparison,
-        )
+        _require(comparison, output, out_dtype)
+        report = _report(output, choice, files, fitting, fold, out_dtype, comparison)
         _write_card(folder, report, adapter)
     return report
+
+
+def _write(
+    folder: Path,
+    adapter: Adapter,
+    files: BaseFiles,
+    fitting: Fit,
+    fold: Fold,
+    dtype: torch.dtype,
+    on_shard: Callable[[int, int, str], None] | None,
+) -> None:
+    """Write everything but the card."""
+    write_shards(folder, plan_shards(fold.plan()), fold.value, on_shard)
+    if not fold.changed:
+        raise RunError(_nothing_changed(adapter, f"the change is below the precision of {_name(dtype)}"))
+    config = merged_config(files, dtype, _rows(files, fitting), _is_tied(files, fitting))
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+    copy_companions(folder, adapter.folder, files)
+
+
+def _report(
+    output: Path,
+    choice: BaseChoice,
+    files: BaseFiles,
+    fitting: Fit,
+    fold: Fold,
+    dtype: torch.dtype,
+    comparison: LogitComparison,
+) -> MergeReport:
+    return MergeReport(
+        output=output,
+        base=choice.name,
+        base_reason=choice.reason,
+        base_model=files.name,
+        dtype=_name(dtype),
+        tensors=len(fitting.shapes),
+        changed_tensors=len(fold.changed),
+        untied=fitting.untied,
+        notes=tuple(_notes(fold, fitting, dtype, comparison)),
+        comparison=comparison,
+    )
 
 
 def _check_options(base: str, dtype: str) -> None:
@@ -198,8 +220,9 @@ def _open(adapter: Adapter, base_path: str | None, trust_remote_code: bool) -> B
     return open_base(name, None if base_path else adapter.revision, trust_remote_code)
 
 
-def _rows(files: BaseFiles, fitting: Fit, name: str) -> int:
-    """Rows of an embedding in the merged model, which may store it under the name it is tied to."""
+def _rows(files: BaseFiles, fitting: Fit) -> int:
+    """Rows of the embedding in the merged model, which may store it under the name it is tied to."""
+    name = files.layout.embedding
     return fitting.shapes[name if name in fitting.shapes else files.ties[name]][0]
 
 
@@ -223,23 +246,30 @@ def _built_in(folder: Path, trust_remote_code: bool) -> list[list[int]]:
     return [list(tokenizer(text)["input_ids"]) for text in BUILT_IN_PROMPTS]
 
 
-def _new_tokens(adapter: Adapter, files: BaseFiles, num_tokens: int) -> list[list[int]]:
+def _new_tokens(adapter: Adapter, files: BaseFiles, fitting: Fit) -> list[list[int]]:
     """A prompt of the tokens that were added or trained on their own; other prompts need not have them."""
-    tokens = set(range(files.shapes[files.layout.embedding][0], num_tokens))
+    tokens = set(range(files.shapes[files.layout.embedding][0], _rows(files, fitting)))
     tokens |= {index for rows in adapter.rows.values() for index in rows.indices}
     return [sorted(tokens)[:MAX_NEW_TOKENS]] if tokens else []
 
 
-def _require(comparison: LogitComparison, output: Path) -> None:
+def _require(comparison: LogitComparison, output: Path, dtype: torch.dtype) -> None:
     if comparison.holds:
         return
     message = f"the merged model is not base + adapter: {'; '.join(comparison.failures)}"
     where = f"worst on prompt {comparison.worst_prompt + 1} with KL {comparison.worst_kl:.3g}"
-    raise RunError(Fault("merge-not-proved", f"{message} ({where}); no folder was written", file=str(output)))
+    hint = "`--dtype fp32` keeps what 16 bits round away" if dtype.itemsize == 2 else None
+    raise RunError(
+        Fault("merge-not-proved", f"{message} ({where}); no folder was written", file=str(output), hint=hint)
+    )
 
 
-def _notes(fold: Fold, fitting: Fit, dtype: torch.dtype) -> list[str]:
+def _notes(fold: Fold, fitting: Fit, dtype: torch.dtype, comparison: LogitComparison) -> list[str]:
     notes = []
+    lost = 1 - comparison.effect_ratio
+    if EFFECT_EXACT < lost <= comparison.tolerance.effect and dtype.itemsize == 2:
+        kept = "`--dtype fp32` keeps all of it"
+        notes.append(f"rounding to {_name(dtype)} lost {lost:.1%} of the adapter's effect; {kept}")
     if fold.swallowed:
         notes.append(
             f"{len(fold.swallowed)} adapted tensors are unchanged in {_name(dtype)}: their change is below "

@@ -28,7 +28,7 @@ def unproved(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def same(*args: Any, dtype: torch.dtype, **kwargs: Any) -> Any:
         logits = torch.randn(4, 8)
-        return compare([logits], [logits], [logits + torch.randn(4, 8)], dtype, 2)
+        return compare([logits], [logits], [logits + torch.randn(4, 8)], dtype)
 
     monkeypatch.setattr(merge_module, "compare_logits", same)
 
@@ -475,6 +475,21 @@ def test_an_adapter_below_the_precision_of_the_output_is_a_run_error(
     with pytest.raises(RunError, match="below the precision of fp32"):
         merge(adapter, tmp_path / "merged")
     assert left_in(tmp_path) == {"tiny_model", "adapter"}
+
+
+def test_an_effect_that_bf16_rounds_away_in_part_is_said(
+    tiny_model_dir: Path, make_adapter: MakeAdapter, tmp_path: Path
+) -> None:
+    weights = load_file(tiny_model_dir / "model.safetensors")
+    ends = ("q_proj.weight", "v_proj.weight", "down_proj.weight")
+    ranks = {key.removesuffix(".weight"): 4 for key in weights if key.endswith(ends)}
+    adapter = make_adapter(tiny_model_dir, ranks, spread=0.014, lora_alpha=4)
+    on_the_grid = {key: value.bfloat16() for key, value in weights.items()}
+    save_file(on_the_grid, tiny_model_dir / "model.safetensors", metadata={"format": "pt"})
+    report = merge(adapter, tmp_path / "bf16")
+    assert report.comparison.effect_ratio < 0.98
+    assert "of the adapter's effect" in report.notes[0]
+    assert merge(adapter, tmp_path / "fp32", dtype="fp32").notes == ()
 
 
 def test_values_beyond_the_range_of_fp16_are_a_run_error_that_names_the_tensor(
