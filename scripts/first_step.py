@@ -60,7 +60,9 @@ def plain(folder: str) -> Callable[[], float]:
     rows = Rows(base.config.vocab_size)
 
     def step() -> float:
-        loss = model(input_ids=rows.input_ids, attention_mask=rows.attention_mask, labels=rows.labels).loss
+        loss: Any = model(
+            input_ids=rows.input_ids, attention_mask=rows.attention_mask, labels=rows.labels
+        ).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -83,7 +85,7 @@ def ours(folder: str) -> Callable[[], float]:
     rows = Rows(base.config.vocab_size)
 
     def step() -> float:
-        loss = training_loss(model, rows) / (ROWS * SUPERVISED)
+        loss: Any = training_loss(model, rows) / (ROWS * SUPERVISED)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
