@@ -61,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
     """
     args = list(sys.argv[1:] if argv is None else argv)
+    os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # read when torch loads its OpenMP
     flags = args[: args.index("--")] if "--" in args else args
     console = Console(quiet="--quiet" in flags, json="--json" in flags)
     try:

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qlora_cli.data.collate import Batch
 from qlora_cli.generate import generate
 from qlora_cli.model.aside import aside
+from qlora_cli.model.lora import PeftModel
 from qlora_cli.model.loss import training_loss
 
 

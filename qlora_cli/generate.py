@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from peft import PeftModel
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from qlora_cli.data.templates import stop_token_ids
 from qlora_cli.model.aside import aside
+from qlora_cli.model.lora import PeftModel
 from qlora_cli.model.quiet import quiet
 
 

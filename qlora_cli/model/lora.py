@@ -38,6 +38,7 @@ RECORD = "qlora.json"
 
 __all__ = [
     "LoraSpec",
+    "PeftModel",
     "TargetError",
     "attach",
     "enable_checkpointing",

@@ -107,7 +107,7 @@ def test_training_is_bit_equal_at_any_budget_and_page_size(
     )
     found, optimizer = train(config, dtype, state_bits=bits, weight_decay=decay)
     assert_bit_equal(found, resident(dtype, bits, decay))
-    moving = len(layout.table.pages) - len(optimizer._pager.resident)
+    moving = len(layout.table.pages) - len(optimizer._pages.pager.resident)
     assert optimizer.counters.pages_fetched == moving * STEPS  # the test really paged
     assert moving > 0 or budget == "all"
 
