@@ -28,6 +28,8 @@ from qlora_cli.errors import (
     RunError,
 )
 
+SPIN_COUNT = "5000"  # turns of GNU OpenMP's busy wait: docs/decisions/0003-first-step-stall.md
+
 app = typer.Typer(cls=LazyGroup, rich_markup_mode=None)
 # The parser's own base exception: `typer.TyperException` in 0.29, without a public name before.
 _PARSER_ERROR: type[Exception] = getattr(typer, "TyperException", typer.BadParameter.__mro__[2])
