@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
+import threading
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -66,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # read when torch loads its OpenMP
     flags = args[: args.index("--")] if "--" in args else args
     console = Console(quiet="--quiet" in flags, json="--json" in flags)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # training has its own once it steps
     try:
         code = typer.main.get_command(app).main(args, prog_name="qlora", standalone_mode=False)
         if code == EXIT_INTERRUPTED:  # what the parser makes of Ctrl-C
@@ -107,6 +111,6 @@ def _usage_fault(error: Any, args: Sequence[str]) -> Fault:
             f"did you mean {' or '.join(f'`{name}`' for name in near)}?" if near else f"see `{path} --help`"
         )
         return Fault("usage", f"there is no option `{error.option_name}`", hint=hint)
-    message = re.sub(r"'(\S+?)'", r"`\1`", error.format_message()).rstrip(".")
+    message = re.sub(r"'(\S+?)'", r"`\1`", error.format_message()).rstrip(".").replace("Value error, ", "")
     message = re.sub(r"argument(?:\(?s\)?)? \((.*)\)$", r"argument `\1`", message)
     return Fault("usage", message[:1].lower() + message[1:], hint=f"`{path} --help` lists what it takes")

@@ -78,6 +78,15 @@ def find_run(argument: str | Path) -> RunTarget:
     whole = [folder for _, folder in list_checkpoints(path) if is_whole(folder)]
     if whole:
         return RunTarget(adapter=whole[-1], run=path)
+    if (path / "config.json").is_file():
+        raise InputError(
+            Fault(
+                "no-adapter",
+                f"`{argument}` is a whole model, not an adapter",
+                accepted=_ACCEPTED_RUN,
+                hint="`qlora generate` answers with a whole model",
+            )
+        )
     raise InputError(
         Fault(
             "no-adapter",

@@ -45,7 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "TRANSFORMERS_CACHE",
     ):
         os.environ.pop(variable, None)
-    os.environ.setdefault("OMP_NUM_THREADS", "2")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # two test processes share two cores
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -136,9 +136,8 @@ def _refuse_another_run(
     differing = differing_keys(saved, now)
     if not differing:
         return
-    marks = {key: loaded.mark(key) for key in differing}
     shown = ", ".join(
-        f"`{key}` {was!r} -> {is_!r} ({marks[key].file}:{marks[key].line}:{marks[key].column})"
+        f"`{key}` {was!r} -> {is_!r} ({loaded.fault('another-run', key, '').where})"
         for key, (was, is_) in differing.items()
     )
     raise InputError(

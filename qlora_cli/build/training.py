@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import shlex
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +15,7 @@ from accelerate import Accelerator
 
 from qlora_cli import run_folder
 from qlora_cli.build import provenance
+from qlora_cli.build.failures import crash_log
 from qlora_cli.build.inputs import Inputs, identity, placed, read_inputs
 from qlora_cli.build.resume import Start, find_start, free_output_dir
 from qlora_cli.config.load import LoadedRecipe, dump_recipe
@@ -24,7 +23,7 @@ from qlora_cli.console import Console
 from qlora_cli.data.batches import in_order, plan_epoch
 from qlora_cli.data.collate import Batch, collate
 from qlora_cli.data.templates import Tokenized, chat_ids
-from qlora_cli.errors import Fault, Interrupted, QloraError, RunError
+from qlora_cli.errors import Fault, Interrupted
 from qlora_cli.evaluate import loss_over
 from qlora_cli.generate import generate
 from qlora_cli.model.load import load_base, quantized_module_names
@@ -41,12 +40,29 @@ from qlora_cli.train.steps import StepPlan, count_steps
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What `qlora train` ends with."""
+    """What `qlora train` ends with.
+
+    Attributes:
+        run: The run folder.
+        steps: Optimizer steps done, those before a resume included.
+        paging: What paging cost, one line; empty where no step was made.
+        best: Best evaluation, None without validation data.
+    """
 
     run: Path
     steps: int
     paging: str
     best: Best | None
+
+    def as_json(self) -> dict[str, Any]:
+        """The document of `qlora train --json`."""
+        return {
+            "run": str(self.run),
+            "adapter": str(self.run / run_folder.ADAPTER),
+            "steps": self.steps,
+            "paging": self.paging,
+            "best": asdict(self.best) if self.best else None,
+        }
 
 
 def train(loaded: LoadedRecipe, console: Console, *, resume: str, command: Sequence[str]) -> TrainResult:
@@ -82,7 +98,7 @@ def train(loaded: LoadedRecipe, console: Console, *, resume: str, command: Seque
     console.say(f"loading {loaded.recipe.model.name_or_path}")
     with placed(loaded):
         model = _model(inputs, start)
-    with _crash_log(run), _optimizer(inputs, model) as optimizer:
+    with crash_log(run), _optimizer(inputs, model) as optimizer:
         session = _Session(inputs, console, run, who, start, model, optimizer, plan, command)
         session.open_folder()
         return session.train()
@@ -160,47 +176,6 @@ def _optimizer(inputs: Inputs, model: Any) -> Iterator[PagedAdamW]:
         yield optimizer
     finally:
         optimizer.close()
-
-
-@contextlib.contextmanager
-def _crash_log(run: Path) -> Iterator[None]:
-    """Turn what can go wrong on a machine into a `RunError`, with the traceback in the run folder."""
-    try:
-        yield
-    except QloraError as error:
-        if error.exit_code == 1:
-            _write_crash(run)
-        raise
-    except torch.OutOfMemoryError as error:
-        _write_crash(run)
-        raise RunError(
-            Fault(
-                "out-of-memory",
-                f"out of device memory: {str(error).splitlines()[0]}",
-                hint="a smaller `train.micro_batch_size` or `data.max_seq_len`, or"
-                " `train.activation_checkpointing: full`; the same command goes on from the last checkpoint",
-            )
-        ) from error
-    except OSError as error:
-        _write_crash(run)
-        reasons = {errno.ENOSPC: "no space left", errno.EROFS: "read-only", errno.EACCES: "no permission"}
-        reason = reasons.get(error.errno or 0, error.strerror or str(error))
-        raise RunError(
-            Fault(
-                "cannot-write",
-                f"{error.filename or run}: {reason}",
-                hint="what was saved before stays; make room or give another `output_dir`",
-            )
-        ) from error
-    except Exception:
-        _write_crash(run)
-        raise
-
-
-def _write_crash(run: Path) -> None:
-    with contextlib.suppress(OSError):
-        if run.is_dir():
-            run_folder.write_text(run / run_folder.CRASH_LOG, traceback.format_exc())
 
 
 class _Session:

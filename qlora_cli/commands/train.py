@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from qlora_cli.commands.options import ConfigOption, DebugOption, QuietOption, SetOption
+from qlora_cli.commands.options import ConfigOption, DebugOption, JsonOption, QuietOption, SetOption
 from qlora_cli.console import Console
 
 
@@ -26,6 +26,7 @@ def train(
     resume: Annotated[
         Resume, typer.Option(help="auto: go on where `output_dir` stands; never: want a new folder.")
     ] = Resume.auto,
+    json: JsonOption = False,
     quiet: QuietOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -38,12 +39,14 @@ def train(
     from qlora_cli.config.load import load_recipe
 
     is_first = os.environ.get("RANK", "0") == "0"  # of the processes that torchrun or accelerate started
-    console = Console(quiet=quiet or not is_first)
+    console = Console(quiet=quiet or not is_first, json=json)
     loaded = load_recipe(config, set_ or ())
 
     from qlora_cli.build.training import train as run
 
     result = run(loaded, console, resume=resume.value, command=["qlora", *sys.argv[1:]])
+    if json and is_first:
+        console.out_json(result.as_json())
     if result.paging:
         console.say(result.paging)
     if result.best is not None:

@@ -124,7 +124,8 @@ def _chat(row: Row, faults: list[Fault]) -> _Shaped:
     """The messages of a row with `messages`, or with `conversations` of `from` and `value`."""
     key = next((key for key in _CHAT_KEYS if key in row.fields), None)
     if key is None:
-        text = f"has no `messages`, only {_listed(row.fields)}"
+        others = f", only {_listed(row.fields)}" if row.fields else ": it is an empty object"
+        text = f"has no `messages`{others}"
         faults.append(row.origin.fault("no-messages", text, accepted="a list of messages"))
         return [], []
     given = row.fields[key]

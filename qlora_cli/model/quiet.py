@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from logging import ERROR, getLogger
 
 from transformers.utils import logging
 
@@ -17,6 +18,9 @@ from transformers.utils import logging
 def quiet() -> Iterator[None]:
     """Silence transformers and peft while the block runs; errors are still raised."""
     verbosity, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    hub = getLogger("huggingface_hub")  # tells of every retry without a network
+    hub_level = hub.level
+    hub.setLevel(ERROR)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
@@ -25,6 +29,7 @@ def quiet() -> Iterator[None]:
             warnings.simplefilter("ignore", DeprecationWarning)
             yield
     finally:
+        hub.setLevel(hub_level)
         logging.set_verbosity(verbosity)
         if had_bars:
             logging.enable_progress_bar()

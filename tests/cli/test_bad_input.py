@@ -34,7 +34,7 @@ def put_files_in_the_output(work: Path) -> None:
 FAULTS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "missing-data-file": (lambda w: (w / "train.jsonl").unlink(), ["recipe.yaml:5:", "train.jsonl"]),
     "empty-data-file": (lambda w: (w / "train.jsonl").write_text(""), ["train.jsonl"]),
-    "unreadable-yaml": (lambda w: replace(w / "recipe.yaml", "lora: {", "lora: {{"), ["recipe.yaml:3:"]),
+    "unreadable-yaml": (lambda w: replace(w / "recipe.yaml", "lora: {", "lora: {{"), ["recipe.yaml:", "3:7"]),
     "unknown-key": (
         lambda w: replace(w / "recipe.yaml", "rank: 4", "rnak: 4"),
         ["recipe.yaml:3:", "rnak", "`rank`"],
@@ -45,7 +45,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
         ["train.jsonl:1", "messages"],
     ),
     "row-without-messages": (
-        lambda w: (w / "train.jsonl").open("a").write('{"messages": []}\n'),
+        lambda w: (w / "train.jsonl").write_text((w / "train.jsonl").read_text() + '{"messages": []}\n'),
         ["train.jsonl:7"],
     ),
     "no-such-base": (
@@ -86,7 +86,7 @@ def test_a_run_of_another_recipe_is_refused_with_the_differing_keys_and_stays_as
     assert result.returncode == 2
     assert "lora.rank" in result.stderr
     assert "train.seed" in result.stderr
-    assert "recipe.yaml" not in result.stderr.split("lora.rank")[0].split("train.seed")[0] or True
+    assert "None" not in result.stderr
     assert before == {p: p.read_bytes() for p in (work / "runs").rglob("*") if p.is_file()}
 
 
