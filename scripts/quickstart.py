@@ -48,27 +48,23 @@ def main() -> None:
     report: dict[str, Any] = json.loads((options.run / "eval.json").read_text("utf-8"))
     if not options.merged.exists():
         call(["qlora", "merge", str(options.run), "--output", str(options.merged)])
-    system, user = [m["content"] for m in json.loads(HELD_OUT.read_text("utf-8").split("\n")[0])["messages"]][
-        :2
-    ]
-    asked = [user, "--system", system, "--max-new-tokens", "48"]
-    answers = {
-        "base": call(["qlora", "generate", str(options.run), *asked, "--base"], capture=True),
-        "adapter": call(["qlora", "generate", str(options.run), *asked], capture=True),
-        "merged": call(["qlora", "generate", str(options.merged), *asked], capture=True),
-    }
+    shown = report["samples"][0]
+    first = json.loads(HELD_OUT.read_text("utf-8").split("\n")[0])["messages"]
+    asked = [shown["prompt"], "--system", first[0]["content"], "--max-new-tokens", "48"]
+    merged = call(["qlora", "generate", str(options.merged), *asked], capture=True).strip()
+    answers = {"base": shown["base"], "adapter": shown["adapter"], "merged": merged}
 
     print("\nexact answers          before   after")
     for name, source in report["sources"].items():
         before, after = source["base"]["exact_match"], source["exact_match"]
         print(f"  {name:18s} {before:8.1%} {after:7.1%}   of {source['examples']}")
     print(f"perplexity           {report['base']['perplexity']:8.2f} {report['perplexity']:7.2f}")
-    print(f"\n{user}")
+    print(f"\n{shown['prompt']}")
     for name, answer in answers.items():
         print(f"  {name:8s} {answer.strip()}")
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
     print(f"\n{time.perf_counter() - started:.0f} s, largest process {peak:.2f} GiB")
-    if answers["merged"] != answers["adapter"]:
+    if merged != shown["adapter"].strip():
         sys.exit("the merged model's answer differs from the adapter's")
 
 

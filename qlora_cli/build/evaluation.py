@@ -74,7 +74,7 @@ def evaluate_run(run: str, sets: Sequence[str], console: Console, *, answers: bo
         inputs.tokenizer,
         sources,
         max_new_tokens=max(map(len, tokens["input_ids"]), default=0) + SPARE_TOKENS,
-        batch_size=4 * loaded.recipe.train.micro_batch_size,
+        batch_size=8 * loaded.recipe.train.micro_batch_size,
     )
     document = {"adapter": str(target.adapter)} | result.as_json()
     run_folder.write_json(target.run / run_folder.EVAL, document)
