@@ -240,6 +240,7 @@ class _Session:
             save_every_steps=recipe.train.save_every_steps,
         )
         schedule = build_schedule(self.inputs, self.plan.total_steps)
+        has_evaluation = self.inputs.validation is not None or bool(recipe.train.sample_prompts)
         self.console.say(self._describe())
         with (
             stop_on_signals() as stop,
@@ -255,7 +256,7 @@ class _Session:
                 Hooks(
                     batch=lambda indices: self._batch(self.inputs.training.examples, indices),
                     loss=self._loss,
-                    evaluate=self._evaluate if self.inputs.validation is not None else None,
+                    evaluate=self._evaluate if has_evaluation else None,
                     save=self._save,
                     logged=self._logger(progress),
                 ),
@@ -287,7 +288,8 @@ class _Session:
 
     def _evaluate(self, step: int) -> dict[str, Any]:
         split = self.inputs.validation
-        assert split is not None
+        if split is None:
+            return self._samples()
         lengths = [len(example.input_ids) for example in split.examples]
         order = in_order(len(lengths), lengths, self.recipe.train.micro_batch_size)
         batches = (self._batch(split.examples, indices) for indices in order)
@@ -322,10 +324,10 @@ class _Session:
             facts = {"loss": f"{metrics.loss:.4f}", "tok/s": f"{metrics.tokens_per_s:.0f}"}
             facts["MiB"] = f"{metrics.peak_mib:.0f}"
             progress.advance(1, **facts)
-            if metrics.eval:
+            if "eval_loss" in metrics.eval:
                 self.console.say(f"step {metrics.step}: evaluation loss {metrics.eval['eval_loss']:.4f}")
-                for sample in metrics.eval.get("samples", ()):
-                    self.console.say(f"  {sample['prompt']}\n  -> {sample['answer']}")
+            for sample in metrics.eval.get("samples", ()):
+                self.console.say(f"  {sample['prompt']}\n  -> {sample['answer']}")
 
         return logged
 

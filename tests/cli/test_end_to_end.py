@@ -68,3 +68,26 @@ def test_going_on_after_two_steps_gives_the_bytes_of_the_uninterrupted_run(qlora
     done(qlora("train", "--config", "recipe.yaml", "--set", "output_dir=cut"))
     for name in ("adapter/adapter_model.safetensors", "checkpoints/step-000004/optimizer.safetensors"):
         assert (work / "whole" / name).read_bytes() == (work / "cut" / name).read_bytes(), name
+
+
+def test_sample_prompts_are_answered_without_validation_data_and_leave_no_trace(
+    qlora: Qlora, work: Path
+) -> None:
+    plain = (
+        "train",
+        "--config",
+        "recipe.yaml",
+        "--set",
+        "data.validation=null",
+        "--set",
+        "train.max_steps=2",
+    )
+    done(qlora(*plain, "--set", "output_dir=plain"))
+    asking = ("--set", "train.sample_prompts=[Name a bird.]", "--set", "train.eval_every_steps=1")
+    asked = qlora(*plain, *asking, "--set", "output_dir=asked")
+    done(asked)
+    assert asked.stderr.count("Name a bird.") == 2
+    lines = [json.loads(line) for line in (work / "asked" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["samples"][0]["prompt"] for line in lines] == ["Name a bird."] * 2
+    name = "adapter/adapter_model.safetensors"
+    assert (work / "plain" / name).read_bytes() == (work / "asked" / name).read_bytes()
