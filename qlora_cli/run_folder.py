@@ -29,6 +29,7 @@ CHECKPOINTS = "checkpoints"
 ADAPTER = "adapter"
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+RECORD = "qlora.json"  # which base an adapter was trained on, and how it was quantised
 OPTIMIZER = "optimizer.safetensors"
 TRAINER_STATE = "trainer_state.json"
 RNG = "rng.safetensors"
@@ -170,13 +171,13 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         }
         (partial / MANIFEST).write_text(json.dumps({"files": entries}, indent=2) + "\n", "utf-8")
         for file in [*files, partial / MANIFEST, partial]:
-            _fsync(file)
+            flush(file)
         old = path.with_name(f".{path.name}.old")
         if path.exists():
             shutil.rmtree(old, ignore_errors=True)
             path.rename(old)
         partial.rename(path)
-        _fsync(path.parent)
+        flush(path.parent)
         shutil.rmtree(old, ignore_errors=True)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -192,11 +193,12 @@ def write_text(path: Path, text: str) -> None:
     """Write a text file that is never seen half-written."""
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text, "utf-8")
-    _fsync(partial)
+    flush(partial)
     partial.replace(path)
 
 
-def _fsync(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Bring a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from qlora_cli import run_folder
-from qlora_cli.build.inputs import Inputs, missing_validation, placed, read_inputs
+from qlora_cli.build.inputs import Inputs, load_recipe_base, missing_validation, read_inputs
 from qlora_cli.config.load import load_recipe
 from qlora_cli.config.schema import ValidationSource
 from qlora_cli.console import Console
@@ -16,7 +16,6 @@ from qlora_cli.data.prepare import Split
 from qlora_cli.data.templates import prompt_ids
 from qlora_cli.errors import Fault, InputError
 from qlora_cli.evaluate import EvalSource, Question, evaluate_adapter
-from qlora_cli.model.load import load_base
 from qlora_cli.model.lora import load_trainable
 
 SPARE_TOKENS = 8  # an answer may be this much longer than the longest right one
@@ -52,17 +51,8 @@ def evaluate_run(run: str, sets: Sequence[str], console: Console, *, answers: bo
     inputs = read_inputs(loaded, console, needs_train=False)
     if inputs.validation is None:
         raise InputError(missing_validation(loaded))
-    model_spec = loaded.recipe.model
-    console.say(f"loading {model_spec.name_or_path}")
-    with placed(loaded):
-        base = load_base(
-            model_spec.name_or_path,
-            model_spec.revision,
-            inputs.quantization,
-            inputs.choices.attention.value,
-            inputs.device.torch_device,
-            model_spec.trust_remote_code,
-        )
+    console.say(f"loading {loaded.recipe.model.name_or_path}")
+    base = load_recipe_base(inputs)
     sources = _sources(inputs, inputs.validation, answers)
     longest = max((len(q.expected) for s in sources for q in s.questions), default=0)
     tokens = inputs.tokenizer(

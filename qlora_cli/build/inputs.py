@@ -21,7 +21,7 @@ from qlora_cli.data.prepare import Split, prepare, split_fraction
 from qlora_cli.data.sources import Source
 from qlora_cli.device import DeviceFacts, probe
 from qlora_cli.errors import Fault, InputError
-from qlora_cli.model.load import QuantizationSpec, load_tokenizer, read_model_config
+from qlora_cli.model.load import QuantizationSpec, load_base, load_tokenizer, read_model_config
 from qlora_cli.model.lora import LoraSpec, TargetError, linear_names, match_targets
 from qlora_cli.resolve import Choices, resolve
 from qlora_cli.run_folder import sha256
@@ -125,6 +125,20 @@ def read_inputs(loaded: LoadedRecipe, console: Console, *, needs_train: bool = T
             f"{warning.where}: {warning.message}" if warning.where else warning.message, warning.hint
         )
     return Inputs(loaded, device, choices, config, tokenizer, train, validation, files)
+
+
+def load_recipe_base(inputs: Inputs) -> Any:
+    """The base that a recipe names, loaded as the inputs say; its faults point at the recipe's keys."""
+    spec = inputs.loaded.recipe.model
+    with placed(inputs.loaded):
+        return load_base(
+            spec.name_or_path,
+            spec.revision,
+            inputs.quantization,
+            inputs.choices.attention.value,
+            inputs.device.torch_device,
+            spec.trust_remote_code,
+        )
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from qlora_cli import run_folder
 from qlora_cli.build import provenance
 from qlora_cli.build.failures import crash_log
-from qlora_cli.build.inputs import Inputs, identity, placed, read_inputs
+from qlora_cli.build.inputs import Inputs, identity, load_recipe_base, placed, read_inputs
 from qlora_cli.build.resume import Start, find_start, free_output_dir
 from qlora_cli.config.load import LoadedRecipe, dump_recipe
 from qlora_cli.console import Console
@@ -26,7 +26,7 @@ from qlora_cli.data.templates import Tokenized, chat_ids
 from qlora_cli.errors import Fault, Interrupted
 from qlora_cli.evaluate import loss_over
 from qlora_cli.generate import generate
-from qlora_cli.model.load import load_base, quantized_module_names
+from qlora_cli.model.load import quantized_module_names
 from qlora_cli.model.lora import attach, enable_checkpointing, load_trainable, save_adapter
 from qlora_cli.model.loss import training_loss
 from qlora_cli.optim.paged_adamw import PagedAdamW
@@ -133,14 +133,7 @@ def build_schedule(inputs: Inputs, total_steps: int) -> Schedule:
 def _model(inputs: Inputs, start: Start) -> Any:
     """The base with its adapter, in training mode on the device."""
     recipe = inputs.loaded.recipe
-    base = load_base(
-        recipe.model.name_or_path,
-        recipe.model.revision,
-        inputs.quantization,
-        inputs.choices.attention.value,
-        inputs.device.torch_device,
-        recipe.model.trust_remote_code,
-    )
+    base = load_recipe_base(inputs)
     adapter = start.checkpoint or recipe.lora.continue_from
     if adapter is not None:
         model = load_trainable(base, Path(adapter))

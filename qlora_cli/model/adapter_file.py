@@ -12,9 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from qlora_cli.errors import Fault, InputError
-from qlora_cli.run_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-
-RECORD = "qlora.json"
+from qlora_cli.run_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, RECORD
 
 # Config keys under which the trained function is not `W x + scaling * B A x` on the base as it is stored.
 _UNSUPPORTED = (

@@ -8,10 +8,10 @@ from typing import Any
 
 from qlora_cli.errors import Fault, InputError
 from qlora_cli.model.adapter import Adapter
-from qlora_cli.model.adapter_file import RECORD
 from qlora_cli.model.base_files import BaseFiles
 from qlora_cli.model.fold import Quantization
 from qlora_cli.model.load import DTYPES
+from qlora_cli.run_folder import RECORD
 
 BASES = ("auto", "nf4", "original")
 _SCHEMES = ("nf4", "fp4", "none")

@@ -23,7 +23,7 @@ from qlora_cli.model.adapter import align, read_adapter
 from qlora_cli.model.names import linear_names, match_names
 from qlora_cli.model.nf4 import linear4bit_layers
 from qlora_cli.model.quiet import quiet
-from qlora_cli.run_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from qlora_cli.run_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, RECORD
 
 from peft import (  # isort: skip - after nf4, which imports bitsandbytes without its download
     LoraConfig,
@@ -34,7 +34,6 @@ from peft import (  # isort: skip - after nf4, which imports bitsandbytes withou
 )
 
 ALL_LINEAR = "all-linear"
-RECORD = "qlora.json"
 
 __all__ = [
     "LoraSpec",

@@ -17,6 +17,7 @@ import torch
 
 from qlora_cli.errors import Fault, InputError, RunError
 from qlora_cli.model.base_files import BaseFiles
+from qlora_cli.run_folder import flush
 
 _TOKENIZERS = (
     "tokenizer.json",
@@ -90,11 +91,11 @@ def appearing(output: Path) -> Iterator[Path]:
     try:
         yield partial
         for path in [*partial.rglob("*"), partial]:
-            _flush(path)
+            flush(path)
         if output.is_dir():
             output.rmdir()
         partial.rename(output)
-        _flush(output.parent)
+        flush(output.parent)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         message = f"could not be written: {error.strerror or error}"
@@ -102,14 +103,6 @@ def appearing(output: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def merged_config(base: BaseFiles, dtype: torch.dtype, num_tokens: int, tied: bool | None) -> dict[str, Any]:
